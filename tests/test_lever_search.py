@@ -119,6 +119,11 @@ def test_several_changes_are_left_out_where_one_alone_reaches_as_much():
     assert lowering([other], floor_bytes=100) == ()
 
 
+def test_less_than_half_a_percent_is_not_lower():
+    one, more, slight = lever(5000, "a"), lever(4999, "a", "b"), lever(9990, "c")
+    assert lowering([more, one, slight], floor_bytes=10_000) == (one,)
+
+
 def test_lines_say_what_fits_what_is_estimated_and_what_the_command_line_lacks():
     levers = [
         lever(1 << 20, "a", is_estimate=True),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lowtide.experiments.fit import Check, Fit, FitRow, fit
     from lowtide.experiments.out_of_memory import explain_out_of_memory
     from lowtide.facts import Activation, Decision, Node
+    from lowtide.ops.repeatable_ops import repeatable
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
     from lowtide.profiling.peak_counter import peak_bytes
@@ -77,6 +78,7 @@ __all__ = [
     "plan_of",
     "profile",
     "remove",
+    "repeatable",
     "verify",
 ]
 
@@ -85,6 +87,7 @@ _HOMES = {
     "experiments.fit": ("Check", "Fit", "FitRow", "fit"),
     "experiments.out_of_memory": ("explain_out_of_memory",),
     "facts": ("Activation", "Decision", "Node"),
+    "ops.repeatable_ops": ("repeatable",),
     "plans": ("Plan", "load_plan"),
     "profiles": ("Profile", "load_profile"),
     "profiling.peak_counter": ("peak_bytes",),

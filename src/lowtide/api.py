@@ -1,6 +1,6 @@
 """The functions of the library: profile, plan, apply, verify."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from lowtide.errors import CannotMoveToFreshProcess, LowtideError
 from lowtide.facts import Step
 from lowtide.facts.auto_budget import FreeMemory, auto_budget
 from lowtide.facts.gpus import GPUS, Gpu
-from lowtide.facts.plan import offload_text
+from lowtide.facts.plan import offload_text, parse_offload_what, parse_rounds
 from lowtide.facts.serial import solution_to_dict
 from lowtide.facts.sizes import is_auto, parse_size
 from lowtide.lever_search import LeverSearch, lever_search
@@ -33,7 +33,7 @@ from lowtide.runtime.runner import attach, remove, runner_of
 from lowtide.stage_log import say
 from lowtide.torch_compat import ddp
 from lowtide.torch_compat.autograd_engine import outside_autocast
-from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.torch_compat.dtensor import is_divided
 from lowtide.trace.batch_arguments import refuse_other_arguments
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loss, Optimizers, split_batch
@@ -62,6 +62,8 @@ def profile(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     offload: str = "",
+    offload_what: str | Iterable[str] = ("activations",),
+    rounds: str | Iterable[str] = (),
     swap: str = "",
     ranks: int | None = None,
     shard: str = "fsdp2",
@@ -92,8 +94,13 @@ def profile(
             accumulation.
         holds_outputs: Whether the loop keeps the model's outputs besides the loss, until the next forward
             pass has ended: it does where they have a name. `False`: they are freed before backward.
-        offload: Activations may also wait outside of device memory: `"disk:FOLDER"`, a folder on a local
+        offload: Activations, or `offload_what`, may wait outside of device memory: `"disk:FOLDER"`, a local
             disk, whose speed is then measured; or `"host"`, the host's memory, for a model on an accelerator.
+        offload_what: What may wait there, one or several of `"activations"`, `"state"` (the optimizer's),
+            `"frozen"` (weights that are not trained) and `"parameters"`.
+        rounds: What may run with other bits than eager's: `"head"`, a language model's linear layer with its
+            cross entropy or log-probabilities, in chunks of rows. Plans use it only where it helps; all
+            others stay exact.
         swap: The earlier name of `offload`.
         ranks: The step is that of one process among so many, with every block of the model and then the model
             sharded (`fully_shard`): a prediction for which no other process has to run.
@@ -107,6 +114,7 @@ def profile(
     if mode not in MODES:
         raise LowtideError(f"there is no profiling mode '{mode}': choose one of {', '.join(MODES)}")
     gpu = None if device is None else _gpu_named(device)
+    store = offload_text(offload, swap)
     training = LoopStatements(
         optimizer=optimizer,
         loss=loss,
@@ -114,17 +122,24 @@ def profile(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
-        offload=offload_text(offload, swap),
+        offload=store,
+        offload_what=parse_offload_what(offload_what, offload=store),
+        rounds=parse_rounds(rounds),
     )
     if gpu is not None and training.offload_to is not None:
         raise LowtideError(
             f"a store is measured where the step runs, and the {gpu.name} is not there: leave offload or "
             "device out"
         )
+    if training.rounds and (gpu is not None or ranks is not None):
+        raise LowtideError(
+            "rounds is planned for the device that is here, in one process or in DDP: leave rounds out, or "
+            "device and ranks"
+        )
     limit_bytes = parse_size(memory_limit)
     group = ranks_of(model, process_group)
     training.check(model, batch, group)
-    if mode == "run" and (ranks is not None or units_of(model)):
+    if mode == "run" and (ranks is not None or is_divided(model)):
         raise LowtideError(
             "mode 'run' runs whole graphs in one process: profile a sharded model with mode 'ops'"
         )
@@ -156,10 +171,11 @@ def profile(
             step, known = measure_costs(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
-        step = training.with_link(step, cache=cache)
+        step, other = training.with_rounding(training.with_link(step, cache=cache), captured, known)
     return Profile(
         count_buckets(step, model, group),
         known,
+        rounded=None if other is None else count_buckets(other, model, group),
         loop=loop,
         traced=captured.traced,
         lever_search=_lever_search(captured, known, model, group),
@@ -201,6 +217,8 @@ def checkpoint(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     offload: str = "",
+    offload_what: str | Iterable[str] = ("activations",),
+    rounds: str | Iterable[str] = (),
     swap: str = "",
     executor: str = "eager",
     process_group: ProcessGroup | None = None,
@@ -229,11 +247,14 @@ def checkpoint(
             `profile`.
         holds_outputs: Whether the loop keeps the model's outputs besides the loss, as for `profile`.
         offload: `"disk:FOLDER"` or `"host"`: activations may also wait there, as for `profile`.
+        offload_what: What may wait there, as for `profile`.
+        rounds: What may run with other bits than eager's, as for `profile`.
         swap: The earlier name of `offload`.
         executor: `"eager"` runs a plan op by op, `"inductor"` compiles it.
         process_group: The processes that train this model; by default those of the wrapper or the shards, or
             all.
     """
+    store = offload_text(offload, swap)
     training = LoopStatements(
         optimizer=optimizer,
         loss=loss,
@@ -241,7 +262,9 @@ def checkpoint(
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
-        offload=offload_text(offload, swap),
+        offload=store,
+        offload_what=parse_offload_what(offload_what, offload=store),
+        rounds=parse_rounds(rounds),
     )
     executor_named(executor)  # checked before the model is captured
     ranks = ranks_of(model, process_group)
@@ -260,11 +283,12 @@ def checkpoint(
         def make(captured: Captured, memories: list[dict[str, Any] | None]) -> Plan:
             line.stage("measuring its ops")
             step, known = measure_costs(captured, progress=line.count)
-            step = count_buckets(training.with_link(step), model, ranks)
+            step, other = training.with_rounding(training.with_link(step), captured, known)
             line.stage("planning")
             found = Profile(
-                step,
+                count_buckets(step, model, ranks),
                 known,
+                rounded=None if other is None else count_buckets(other, model, ranks),
                 loop=training.loop(model, batch),
                 traced=captured.traced,
                 lever_search=_lever_search(captured, known, model, ranks),
@@ -371,10 +395,10 @@ def _copyable(
 ) -> Iterator[Target]:
     """The target without its plan, for fresh processes; afterwards the model has its plan again."""
     model = ddp.unwrapped(model)
-    if units_of(model):
+    if is_divided(model):
         raise LowtideError(
-            "a sharded model cannot be copied into a fresh process: verify the model before fully_shard, or "
-            "train the sharded one with and without its plan and compare"
+            "a sharded model cannot be copied into a fresh process: verify the model before fully_shard or "
+            "parallelize_module, or train the sharded one with and without its plan and compare"
         )
     refuse_other_arguments(model, *split_batch(batch))
     applied, device = runner_of(model), device_of(model, batch)

@@ -19,8 +19,9 @@ from lowtide import display
 from lowtide.analyze.analyze_again import AnalyzeAgain
 from lowtide.analyze.captured_step import Captured
 from lowtide.errors import LowtideError
-from lowtide.facts import Region, Step, TransferSpeed
+from lowtide.facts import Kind, Region, Step, TransferSpeed
 from lowtide.facts.levers import Lever, lowering
+from lowtide.facts.plan import OFFLOADABLE
 from lowtide.planning.decisions import LASTING
 from lowtide.planning.planner import Planner
 from lowtide.planning.repeated_graphs import planner_for
@@ -66,7 +67,7 @@ class _Change:
 
     keyword: str
     option: str
-    settings: tuple[tuple[str, bool], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
     optimizer: tuple[tuple[str, bool], ...] = ()
     caution: str = ""
 
@@ -93,17 +94,17 @@ class LeverSearch:
 
     def find(self, planner: Planner, *, floor_bytes: int) -> tuple[Lever, ...]:
         """Levers of the step of `planner` with a floor below `floor_bytes`, the lowest floor first."""
-        lowest = planner.lowest()
+        form, lowest = planner.lowest_form()
         with display.shown() as line:
             line.stage("looking for what would fit")
-            changes = list(self._changes(planner.step, lowest))
+            changes = list(self._changes(form, lowest))
             found: list[Lever] = []
             for done, change in enumerate(changes):
                 line.count(done, len(changes) + 1)
                 found += self._tried((change,), planner.step)
             for together in _combinations(changes, found, floor_bytes=floor_bytes):
                 found += self._tried(together, planner.step)
-            found.append(_half_the_batch(planner.step, lowest))
+            found.append(_half_the_batch(form, lowest))
         return lowering(found, floor_bytes=floor_bytes)
 
     def _changes(self, step: Step, lowest: Timeline) -> Iterator[_Change]:
@@ -125,7 +126,25 @@ class LeverSearch:
         if self._stores and not settings.offload:
             store = "disk:FOLDER" if step.device == "cpu" else "host"
             yield _Change(
-                keyword=f'offload="{store}"', option=f"--offload {store}", settings=(("offload", True),)
+                keyword=f'offload="{store}"',
+                option=f"--offload {store}",
+                settings=(("offload_what", ("activations",)),),
+            )
+        if (
+            self._stores
+            and optimizers
+            and not settings.accumulate
+            and "state" not in settings.offload_what
+            and lowest.bytes_by_kind[Kind.OPTIMIZER_STATE].any()
+        ):
+            store = "disk:FOLDER" if step.device == "cpu" else "host"
+            what = tuple(
+                word for word in OFFLOADABLE if word in {*settings.offload_what, "activations", "state"}
+            )
+            yield _Change(
+                keyword=f'offload="{store}", offload_what="{",".join(what)}"',
+                option=f"--offload {store} --offload-what {','.join(what)}",
+                settings=(("offload_what", what),),
             )
         if step.nodes[lowest.peak_rank].region is Region.OPTIMIZER:
             yield from self._optimizer_changes()
@@ -182,7 +201,9 @@ def _combinations(
     """All changes that apply, and those that lower the floor alone; of the optimizer's, only the best."""
     floors = {lever.keywords[0]: lever.floor_bytes for lever in found}
     applied = [change for change in changes if change.keyword in floors]
-    of_loop = [change for change in applied if not change.optimizer]
+    stores = [change for change in applied if any(name == "offload_what" for name, _ in change.settings)]
+    # what offloads more is in place of what offloads less
+    of_loop = [change for change in applied if not change.optimizer and change not in stores[:-1]]
     of_optimizer = [change for change in applied if change.optimizer]
     of_optimizer.sort(key=lambda change: floors[change.keyword])
     every = (*of_loop, *of_optimizer[:1])

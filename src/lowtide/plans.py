@@ -15,6 +15,7 @@ from lowtide.planning.log_lines import kind_of
 from lowtide.planning.schedules import eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.report.notebook import as_text, card, plan_rows, timeline_svg
+from lowtide.report.resting import resting_text
 from lowtide.report.results import Measurement, environment_here
 from lowtide.stage_log import stage
 from lowtide.units import format_size
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from lowtide.profiling.costing import KnownCosts
     from lowtide.runtime.executor import Executor
-    from lowtide.runtime.incomplete_steps import LossReserve
+    from lowtide.runtime.loop_reserve import LossReserve
     from lowtide.trace.model_call import Loop, Optimizers
     from lowtide.trace.segments import TracedModel
 
@@ -49,9 +50,10 @@ class Plan:
         offloaded = sum(decision.action is Action.OFFLOAD for decision in self.decisions)
         return (
             f"Plan(budget={self._budget}, peak={format_size(self.peak_bytes)}, "
-            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._estimated_for}"
+            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._rounds}{self._estimated_for}"
             f"{recomputed} of {len(self.decisions)} activations recomputed"
-            f"{f', {offloaded} offloaded' if offloaded else ''})"
+            f"{f', {offloaded} offloaded' if offloaded else ''}"
+            f"{f', {text} rest on the store' if (text := resting_text(self.solution)) else ''})"
         )
 
     @property
@@ -60,6 +62,10 @@ class Plan:
             return format_size(self.budget_bytes)
         reserved = f"{format_size(self.reserved_budget_bytes)} reserved"
         return f"{reserved}, reserved={format_size(self.reserved_bytes or 0)}"
+
+    @property
+    def _rounds(self) -> str:
+        return f"rounds={','.join(self.rounds)}, " if self.rounds else ""
 
     @property
     def _estimated_for(self) -> str:
@@ -98,6 +104,12 @@ class Plan:
         return self.solution.recompute_seconds
 
     @property
+    def rounds(self) -> tuple[str, ...]:
+        """The parts of the step that the plan runs with other bits than eager's (`"head"`); empty for an
+        exact plan, also where rounding was allowed and not used."""
+        return self.solution.rounds
+
+    @property
     def overhead(self) -> float:
         """Recompute time as a fraction of the baseline's time."""
         return self.solution.overhead
@@ -115,7 +127,7 @@ class Plan:
     @cached_property
     def loss_reserve(self) -> "LossReserve | None":
         """Schedules that reserve bytes for an unknown loss; found once, when the plan is applied."""
-        from lowtide.runtime.incomplete_steps import loss_reserve_for
+        from lowtide.runtime.loop_reserve import loss_reserve_for
 
         return loss_reserve_for(self)
 
@@ -178,7 +190,8 @@ class Plan:
 
 
 def timelines(plan: Plan) -> tuple[Timeline | None, Timeline | None]:
-    """The timelines of eager and of the plan; None for a plan from a file."""
+    """The timelines of eager and of the plan; None for a plan from a file. For a plan that rounds, eager's is
+    that of the rounding form: both show the same ops."""
     if plan.step is None:
         return None, None
     before = eager_timeline(plan.step)
@@ -223,6 +236,8 @@ def expectation(plan: Plan) -> str:
             "fits without a plan" if not plan.recompute_seconds else f"fits without a plan, {cost} with this"
         )
     without = "" if fits else f" ({format_size(baseline_bytes)} without a plan)"
+    if plan.rounds:
+        cost += f", rounds ({','.join(plan.rounds)}): not equal to eager to the last bit"
     return f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}"
 
 

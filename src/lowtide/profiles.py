@@ -1,5 +1,6 @@
 """A profiled training step, its plans and its reports."""
 
+import logging
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +22,8 @@ from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import MAY_BE_EAGER, Planner
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, simulated, solve_on_device
+from lowtide.planning.resting_sets import resting_form
+from lowtide.planning.rounded_step import ROUNDS, beside_exact, chosen, lower
 from lowtide.planning.schedules import as_eager, eager_timeline
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.plans import Plan, with_note
@@ -36,6 +39,13 @@ if TYPE_CHECKING:
     from lowtide.trace.segments import TracedModel
 
 
+_log = logging.getLogger("lowtide")
+
+EXACT_FORM = (
+    "a profile.json holds the exact form of a step alone, and plans of it do not round: save the plan as well"
+)
+
+
 @dataclass(frozen=True)
 class Profile:
     """Where the memory and the time of one training step go; made by `lowtide.profile`.
@@ -49,6 +59,7 @@ class Profile:
     loop: "Loop | None" = field(default=None, repr=False, compare=False)
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
     lever_search: "LeverSearch | None" = field(default=None, repr=False, compare=False)
+    rounded: Step | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""
@@ -80,19 +91,24 @@ class Profile:
     def floor_bytes(self) -> int:
         """The lowest peak that a plan reaches, never above the baseline's: a plan may be eager itself. On an
         accelerator, in the blocks of its allocator."""
-        lowest = self._planner.floor().floor_bytes
-        if caches_blocks(self.step.device):
-            solution = self._planner.solve(
-                budget_bytes=lowest, planner="auto", may_be_eager=bool(self.step.graphs)
-            )
-            expandable = expandable_segments(os.environ)
-            lowest = max(lowest, simulated(self.step, solution, expandable=expandable).allocated_bytes)
+        lowest = self._lowest_of(self._planner)
+        if self._rounded_planner is not None:
+            lowest = min(lowest, self._lowest_of(self._rounded_planner))
         return min(lowest, self.peak_bytes) if self.step.graphs else lowest
+
+    def _lowest_of(self, planner: Planner) -> int:
+        lowest = planner.floor().floor_bytes
+        if not caches_blocks(self.step.device):
+            return lowest
+        may_be_eager = bool(self.step.graphs) and planner is self._planner
+        solution = planner.solve(budget_bytes=lowest, planner="auto", may_be_eager=may_be_eager)
+        expandable = expandable_segments(os.environ)
+        return max(lowest, simulated(planner.step, solution, expandable=expandable).allocated_bytes)
 
     @property
     def floor_bound_bytes(self) -> int | None:
         """No plan has a lower peak; None where that is unknown."""
-        bound = self._planner.floor_bound()
+        bound = self._planner.floor_bound() if self.rounded is None else None
         return None if bound is None or bound > self.floor_bytes else bound
 
     @property
@@ -144,6 +160,8 @@ class Profile:
             self._name_levers(error)
             raise
         notes = self.step.notes
+        if solution.rounds:
+            notes = (*notes, ROUNDS.format(what=",".join(solution.rounds)))
         if gpu_behind(self.step.device) is not None:
             notes = (*notes, self._allocator_note(solution))
         return self._as_plan(replace(solution, notes=notes))
@@ -167,12 +185,31 @@ class Profile:
         return step_budget(text, whole=whole)
 
     def _solved(self, budget: str | int, planner: str) -> Solution:
-        budget_bytes = self._budget_bytes(budget)
+        """The exact solution, or that of the form that rounds, where the user allows it and it helps."""
+        if self._rounded_planner is None:
+            return self._solved_by(self._planner, budget, planner)
+        exact, refused = self._or_refused(self._planner, budget, planner)
+        rounded, also_refused = self._or_refused(self._rounded_planner, budget, planner)
+        solution = chosen(exact, rounded and beside_exact(rounded, self._planner))
+        if solution is None:
+            assert refused is not None and also_refused is not None
+            raise lower(refused, also_refused)
+        return solution if solution.floor_bytes is None else replace(solution, floor_bytes=self.floor_bytes)
+
+    def _or_refused(
+        self, one: Planner, budget: str | int, planner: str
+    ) -> tuple[Solution | None, BudgetTooSmall | None]:
+        try:
+            return self._solved_by(one, budget, planner), None
+        except BudgetTooSmall as refused:
+            return None, refused
+
+    def _solved_by(self, one: Planner, budget: str | int, planner: str) -> Solution:
+        budget_bytes, is_exact = self._budget_bytes(budget), one is self._planner
+        may_be_eager = bool(self.step.graphs) and is_exact
 
         def solve(nbytes: int) -> Solution:
-            return self._planner.solve(
-                budget_bytes=nbytes, planner=planner, may_be_eager=bool(self.step.graphs)
-            )
+            return one.solve(budget_bytes=nbytes, planner=planner, may_be_eager=may_be_eager)
 
         def eager() -> Solution:
             return self._planner.eager_solution(planner, budget_bytes)
@@ -181,16 +218,16 @@ class Profile:
             return solve(budget_bytes)
         reserved_budget_bytes = budget_bytes if split_reserved(budget)[1] else None
         return solve_on_device(
-            self.step,
+            one.step,
             solve,
-            eager=eager if self.step.graphs and planner in MAY_BE_EAGER else None,
+            eager=eager if may_be_eager and planner in MAY_BE_EAGER else None,
             budget_bytes=budget_bytes,
             reserved_budget_bytes=reserved_budget_bytes,
             environment=os.environ,
         )
 
     def _allocator_note(self, solution: Solution) -> str:
-        step = as_eager(self.step) if solution.eager else self.step
+        step = as_eager(self.step) if solution.eager else resting_form(self.step, solution.resting)
         timeline = self.timeline if solution.eager else simulate(step, solution.schedule.runs)
         allocated, _, reserved = reserved_for(step, timeline)
         return (
@@ -203,6 +240,10 @@ class Profile:
 
         `offload=False`: plans that use no store, where the profile has one; `swap` is its earlier name.
         """
+        if self.rounded is not None:
+            high, low = self.peak_bytes, self.floor_bytes
+            budgets = [high - (high - low) * i // max(1, points - 1) for i in range(points)]
+            return [self._planned(budget, "auto", "eager") for budget in budgets]
         planner = self._planner if offload and swap else self._planner.without_offload
         return [self._as_plan(solution) for solution in planner.tradeoff(points=points)]
 
@@ -238,6 +279,8 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write a `profile.json` that `lowtide.load_profile` reads."""
+        if self.rounded is not None:
+            _log.warning(EXACT_FORM)
         save_step(path, self.step)
 
     def _compiled_plan(self, budget_bytes: int, planner: str, name: str) -> Plan:
@@ -261,6 +304,8 @@ class Profile:
             reason = "is for models of one graph, and this one breaks into several"
         elif self.step.transfer_speed is not None:
             reason = "cannot offload: leave `offload` out"
+        elif self.rounded is not None:
+            reason = "compiles the exact form of a step alone: leave `rounds` out"
         elif any(node.op == UPDATE for node in self.step.nodes):
             reason = "cannot step in backward: leave `step_in_backward` out"
         elif self.traced is None and self.loop is not None:
@@ -272,11 +317,17 @@ class Profile:
 
     def _as_plan(self, solution: Solution) -> Plan:
         known = None if self.known is None else self.known.without_runs()
-        return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=self.step)
+        form = self.rounded if solution.rounds and self.rounded is not None else self.step
+        step = resting_form(form, solution.resting)
+        return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=step)
 
     @cached_property
     def _planner(self) -> Planner:
         return planner_for(self.step)
+
+    @cached_property
+    def _rounded_planner(self) -> Planner | None:
+        return None if self.rounded is None else planner_for(self.rounded)
 
 
 def auto_budget_of(profile: Profile) -> AutoBudget:

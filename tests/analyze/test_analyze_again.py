@@ -35,7 +35,7 @@ def make_loop():
     [
         {"step_in_backward": True},
         {"holds_outputs": False},
-        {"offload": True},
+        {"offload_what": ("activations",)},
         {"accumulate": True},
         {"reserve_bytes": 1000},
     ],

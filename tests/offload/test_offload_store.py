@@ -3,7 +3,7 @@
 import pytest
 
 from lowtide.errors import LowtideError, StoreError
-from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload
+from lowtide.facts.plan import OffloadTarget, offload_text, parse_offload, parse_offload_what
 from lowtide.offload import offload_store
 from lowtide.offload.disk_store import DiskStore
 from lowtide.offload.offload_store import open_store, warn_if_in_memory
@@ -51,3 +51,22 @@ def test_the_earlier_name_of_the_option_is_understood():
     assert offload_text("", "host") == offload_text("host", "") == offload_text("host", "host") == "host"
     with pytest.raises(LowtideError, match="offload='host' and swap='disk:/tmp' differ"):
         offload_text("host", "disk:/tmp")
+
+
+def test_what_may_be_offloaded_is_read_in_one_order():
+    assert parse_offload_what("state, activations", offload="host") == ("activations", "state")
+    assert parse_offload_what(["state", "state"], offload="host") == ("state",)
+    assert parse_offload_what(("activations",), offload="") == ()
+
+
+@pytest.mark.parametrize(
+    ("words", "offload", "match"),
+    [
+        ("activations,weights", "host", "cannot offload 'weights'"),
+        ("", "host", "cannot offload 'nothing'"),
+        ("state", "", "offload_what=state says what may wait on a store, and there is none"),
+    ],
+)
+def test_other_words_and_words_without_a_store_are_refused(words, offload, match):
+    with pytest.raises(LowtideError, match=match):
+        parse_offload_what(words, offload=offload)

@@ -151,6 +151,26 @@ def test_other_closures_and_later_hooks_let_the_step_go_whole(caplog: pytest.Log
     assert sum("step goes whole" in record.getMessage() for record in caplog.records) == 2
 
 
+class Logged(torch.optim.Adam):
+    """Its `super().step()` calls the hooks of the step once more."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_the_step_of_a_subclass_is_split_too() -> None:
+    def hooked(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        grads = [parameter.grad for parameter in parameters]
+        steps = SplitStep([optimizer], within_parameters=True, chunk_bytes=100)
+        steps.open()
+        optimizer.step()
+        steps.close()
+        assert all(p.grad is grad for p, grad in zip(parameters, grads, strict=True))
+
+    whole = trained(lambda p: torch.optim.Adam(p, lr=0.01), lambda optimizer, _: optimizer.step())
+    assert same(whole, trained(lambda p: Logged(p, lr=0.01), hooked))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", [True, False])
 def test_the_optimizers_temporaries_do_not_set_the_floor(

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import lowtide
 from lowtide.cli.app import app
-from lowtide.cli.options import planners
+from lowtide.cli.option_values import planners
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import Run
 from lowtide.planning import registry

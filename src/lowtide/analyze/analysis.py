@@ -43,7 +43,8 @@ class Analysis:
     node, each with the bytes that stay live when the op ends. `ends` has the last rank of each pass of a
     graph, `earlier` is the rank of the gradients of earlier micro-batches, `last_outputs` that of the outputs
     of the last step. `device` is the step's.
-    `has_stand_in_loss`: see `Trace`.
+    `has_stand_in_loss`: see `Trace`. `rounding` has what rounds in each graph, `not_rounding` why other parts
+    of the model cannot.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -64,6 +65,8 @@ class Analysis:
     last_outputs: int | None = None
     has_stand_in_loss: bool = False
     device: torch.device = CPU
+    rounding: list[tuple[str, ...]] = field(default_factory=list)
+    not_rounding: list[str] = field(default_factory=list)
 
     def add_storage_of(self, tensor: Tensor, *, nbytes: int | None = None, **fields: Any) -> int:
         """Add the storage of a tensor, of `nbytes` where given; one on the host takes no bytes of the step's

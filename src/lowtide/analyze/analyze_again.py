@@ -22,7 +22,13 @@ class StepSettings:
     reserve_bytes: int = 0
     step_in_backward: bool = False
     holds_outputs: bool = True
-    offload: bool = False
+    offload_what: tuple[str, ...] = ()
+    rounds: tuple[str, ...] = ()
+
+    @property
+    def offload(self) -> bool:
+        """Whether activations may be offloaded."""
+        return "activations" in self.offload_what
 
 
 class _Analyze(Protocol[CapturedT_co]):

@@ -5,7 +5,6 @@ import logging
 from lowtide.analyze.gradient_sums import shares_gradients, summed_inside_op
 from lowtide.facts import Step
 from lowtide.trace.segments import Trace
-from lowtide.trace.tangents import GRADIENT_HAS_OTHER_STRIDES, has_other_strides
 
 UNCAPTURED = (
     "the model or its loss runs differentiable code outside of its graphs that torch.compile does not follow"
@@ -33,23 +32,21 @@ def warn_of(step: Step, traced: Trace) -> None:
             UNCAPTURED + COUNTED,
         )
     if shared := summed_inside_op(traced):
+        graphs, later = "the graph of the model", "other code"
+        if traced.num_in_model > 1:
+            graphs = f"the model breaks into {traced.num_in_model} graphs, and one of them"
+            later = "a later one"
         logger.warning(
-            "the model breaks into %d graphs, and one of them uses %s in a recurrent layer before a later "
-            "one uses it again: its gradients are summed in another order than in eager, so that the last "
-            "bits can differ. lowtide.verify says whether; torch._dynamo.explain shows where graphs end",
-            traced.num_in_model,
+            "%s uses %s in a recurrent layer before %s uses it again: its gradients are summed in another "
+            "order than in eager, so that the last bits can differ. lowtide.verify says whether; "
+            "torch._dynamo.explain shows where graphs end",
+            graphs,
             shared,
+            later,
         )
     elif shares_gradients(traced, [graph.missing for graph in step.graphs]):
         logger.warning(
             "the model returns several views of one value that it also uses itself: the gradients of that "
             "value are summed in another order than in eager, so that the last bits can differ. "
             "lowtide.verify says whether they do; return a copy of the views (`.clone()`) to be exact"
-        )
-    if has_other_strides(traced):
-        logger.warning(
-            "%s, but not for all outputs with these strides: torch copies such a gradient to the output's "
-            "strides, eager does not, so that the last bits can differ. lowtide.verify says whether they do; "
-            "return outputs `.contiguous()`, or compute the loss in the model's forward, to be exact",
-            GRADIENT_HAS_OTHER_STRIDES,
         )

@@ -21,7 +21,14 @@ from lowtide.analyze.analyze_again import AnalyzeAgain, StepSettings
 from lowtide.analyze.capture_warnings import COUNTED, HOOKS, NOT_COUNTED, UNCAPTURED, warn_of
 from lowtide.analyze.formulas import Formula, find_formulas
 from lowtide.analyze.graph_facts import analyze_graphs
-from lowtide.analyze.optimizer_facts import add_optimizer, chunks_of_step
+from lowtide.analyze.optimizer_facts import (
+    StateFacts,
+    add_optimizer,
+    chunks_of_step,
+    mark_resting,
+    resting_state,
+)
+from lowtide.analyze.resting_facts import find_resting
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Graph, Kind, Run, Step
 from lowtide.facts.gpus import Gpu
@@ -33,11 +40,11 @@ from lowtide.optim.split_check import update_bytes
 from lowtide.parallel.sharded_step import shard
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
 from lowtide.planning.log_lines import kind_of, step_line
-from lowtide.remat import Kept, rule_named, rules_for
+from lowtide.remat import Kept, rule_named, rules_of
 from lowtide.stage_log import stage
 from lowtide.torch_compat import aot_autograd
-from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
-from lowtide.torch_compat.fsdp2 import local
+from lowtide.torch_compat.dispatch import is_number, local, map_leaves, storage_key
+from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.modules import has_backward_hooks, stepping_as_real
 from lowtide.trace.compile_settings import one_at_a_time
 from lowtide.trace.failures import refuse_several_graphs, refuse_what_cannot_be_traced
@@ -59,6 +66,7 @@ class Captured:
     `calls` has the op of every first run, and of rematerializations that run a different op. `traced` is the
     model as torch compiled it, for its first planned step. `uncaptured_calls`: see `Analysis`. `again`
     analyzes the same graphs for a loop with other settings; None for a model that is sharded over processes.
+    `not_rounding`: see `Analysis`.
     """
 
     step: Step
@@ -69,6 +77,7 @@ class Captured:
     uncaptured_calls: dict[int, list[tuple[Call, int]]] = field(default_factory=dict)
     formulas: tuple[Formula, ...] = ()
     again: "AnalyzeAgain[Captured] | None" = None
+    not_rounding: tuple[str, ...] = ()
 
 
 @stage("capture", given=lambda model, *_, **__: kind_of(model), made=lambda found: step_line(found.step))
@@ -84,7 +93,7 @@ def capture(
     step_in_backward: bool = False,
     holds_outputs: bool = True,
     simulated: SimulatedSharding | None = None,
-    offload: bool = False,
+    offload_what: tuple[str, ...] = (),
     gpu: Gpu | None = None,
 ) -> Captured:
     """Capture a step without running it. Needs the memory of the model, not of the step.
@@ -94,19 +103,19 @@ def capture(
     - `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final
     - `holds_outputs`: the loop keeps all outputs live until the next forward pass ends, not the loss alone
     - `simulated`: as one of many processes would run the step
-    - `offload`: the step has a store for offloaded values
+    - `offload_what`: what may be offloaded to the step's store (`OFFLOADABLE`); empty without a store
     - `gpu`: with the kernels that torch has on that GPU; such a step can be planned here, but not run
     """
     if not model.training:
         raise CaptureError("the model is in eval mode: call model.train() before capturing a training step")
     args, kwargs = split_batch(batch)
-    refuse_what_cannot_be_traced(model, (args, kwargs))
+    refuse_what_cannot_be_traced(model, (args, kwargs), loss)
     settings = StepSettings(
         accumulate=accumulate,
         reserve_bytes=reserve_bytes,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
-        offload=offload,
+        offload_what=offload_what,
     )
     with rarely_collected():
         traced = trace(model, args, kwargs, loss=loss, simulated=simulated, gpu=gpu)
@@ -146,6 +155,7 @@ def analyzed(
         last_output_bytes=0 if settings.holds_outputs else None,
         updates=updates,
         offload=settings.offload,
+        rounds=settings.rounds,
         tensors=user_tensors(model, batch),
     )
     if settings.reserve_bytes:
@@ -157,7 +167,7 @@ def analyzed(
         batch=batch,
         optimizer=optimizer,
         simulated=simulated,
-        offload=settings.offload,
+        offload_what=settings.offload_what,
         on_gpu=gpu is not None,
     )
     notes = (*captured.step.notes, HOOKS) if has_backward_hooks(model) else captured.step.notes
@@ -182,7 +192,7 @@ def captured_step(
     batch: Any = (),
     optimizer: torch.optim.Optimizer | None = None,
     simulated: SimulatedSharding | None = None,
-    offload: bool = False,
+    offload_what: tuple[str, ...] = (),
     on_gpu: bool = False,
 ) -> Captured:
     """The step of analyzed graphs, with everything else that is live in a step: see `capture`.
@@ -192,22 +202,36 @@ def captured_step(
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
         shard(analysis, traced, traced.sharding)
+    find_resting(
+        analysis,
+        model,
+        num_in_model=traced.num_in_model,
+        what=offload_what,
+        is_sharded=traced.sharding is not None,
+    )
     _add_scalars(analysis, traced)
     calls = _calls(analysis, {})
     notes = _notes(analysis, traced)
     chunks: tuple[tuple[int, int], ...] = ()
+    resting = StateFacts({})
     if optimizer is not None:
         _check_parameters(optimizer, model)
         if simulated is not None:
             optimizer = simulated_optimizer(
                 optimizer, model, (analysis.inputs, analysis.gradients), simulated=simulated
             )
-        whole = traced.sharding is not None  # the optimizer's state is sharded already
+        whole = traced.sharding is not None or is_divided(model)  # the optimizer's state is divided already
         with stepping_as_real(on_gpu=on_gpu):
             traced_step = trace_optimizer(optimizer, analysis.gradients)
             if not whole:
                 chunks = chunks_of_step(analysis, optimizer, traced_step)
+            if not whole and "state" in offload_what:
+                resting = resting_state(analysis, optimizer, traced_step)
+        if resting.chunks and not chunks:  # chunks hold no fewer temporaries, but no state
+            chunks = ((resting.chunks[0][0], traced_step.peak_bytes),)
         add_optimizer(analysis, traced_step, calls, chunks=chunks)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        mark_resting(analysis, resting, traced_step, names)
         if traced_step.note:
             notes = (*notes, traced_step.note)
             logger.warning(traced_step.note)
@@ -219,11 +243,13 @@ def captured_step(
         notes=notes,
         graphs=_graphs(analysis, traced),
         identity=identify(model, batch),
-        rules=tuple((rule.name, rule.words) for rule in rules_for(offload=offload)),
+        rules=tuple((rule.name, rule.words) for rule in rules_of(offload_what)),
         optimizer_chunks=chunks,
         gradient_strides=tuple(sorted(traced.orders.items())),
         stacks=tuple(analysis.stacks),
         first_break=traced.first_break,
+        offload_what=offload_what,
+        resting_chunks=resting.chunks,
     )
     return Captured(
         step=step,
@@ -233,6 +259,7 @@ def captured_step(
         traced=traced.traced,
         uncaptured_calls=analysis.uncaptured_calls,
         formulas=find_formulas(analysis, num_in_model=traced.num_in_model),
+        not_rounding=tuple(analysis.not_rounding),
     )
 
 
@@ -250,9 +277,17 @@ def _graphs(analysis: Analysis, traced: Trace) -> tuple[Graph, ...]:
             structure=segment.structure,
             num_outputs=segment.num_forward_outputs,
             num_mutated=len(segment.mutated_inputs),
+            rounds=rounds,
         )
-        for index, (segment, missing, apart, handed_over) in enumerate(
-            zip(analysis.segments, analysis.missing, analysis.apart, analysis.handed_over, strict=True)
+        for index, (segment, missing, apart, handed_over, rounds) in enumerate(
+            zip(
+                analysis.segments,
+                analysis.missing,
+                analysis.apart,
+                analysis.handed_over,
+                analysis.rounding,
+                strict=True,
+            )
         )
     )
 

@@ -35,6 +35,7 @@ from lowtide.analyze.gradient_sums import first_terms, hand_over_shared, with_te
 from lowtide.analyze.last_outputs import begin_with_last_outputs, free_last_outputs
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.analyze.own_checkpoints import mark_own_checkpoints
+from lowtide.analyze.rounded_graphs import with_rounding
 from lowtide.analyze.uncaptured_facts import add_frames, add_uncaptured_bytes, add_uncaptured_code
 from lowtide.errors import CaptureError
 from lowtide.facts import Action, Kind, Region, Remat
@@ -50,7 +51,7 @@ from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.failures import refuse_empty_buffers
 from lowtide.trace.segments import Execution, Trace
 from lowtide.trace.step_device import device_of_trace
-from lowtide.trace.tangents import specialise, stands_for
+from lowtide.trace.tangents import specialise
 
 OUTPUT = "output"
 
@@ -62,6 +63,7 @@ def analyze_graphs(
     last_output_bytes: int | None = None,
     updates: Mapping[int, int] | None = None,
     offload: bool = False,
+    rounds: Iterable[str] = (),
     tensors: Iterable[torch.Tensor] = (),
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
@@ -70,7 +72,8 @@ def analyze_graphs(
     last step are live until the forward pass ends, and take at least `last_output_bytes`; None where the loop
     has freed them. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the workspace of its update.
-    With `offload`, the step has a store for offloaded values. `tensors` are the user's own, read by graphs or
+    With `offload`, the step has a store for offloaded values. `rounds`: what may run with other bits than
+    eager's. `tensors` are the user's own, read by graphs or
     not: the step is on their device, or on that of the graphs' values.
     """
     for execution in trace.executions:
@@ -79,7 +82,10 @@ def analyze_graphs(
     executions = with_terms_apart(trace, executions)
     if not updates:  # an update in the backward pass takes its gradient from inside of the graph
         executions = hand_over_shared(trace, executions)
+    executions, rounding, not_rounding = with_rounding(trace, executions, tuple(rounds))
     analysis = Analysis(
+        rounding=rounding,
+        not_rounding=not_rounding,
         device=device_of_trace(trace, tensors),
         missing=missing,
         has_stand_in_loss=trace.has_stand_in_loss,
@@ -280,8 +286,6 @@ def _add_op(
             makes.append(state.storage_of[key])
         if state.storage_of[key] not in holds:
             holds.append(state.storage_of[key])
-    for same in stands_for(node):
-        state.storage_of[storage_key(same)] = holds[0]
     state.holds[node] = tuple(holds)
     in_chunks = extra_loss_bytes(node)
     state.rank[node] = rank = analysis.add_node(

@@ -2,19 +2,29 @@
 parameters that it updates in the backward pass, each where its gradient is final."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from lowtide.analyze.analysis import Analysis
 from lowtide.analyze.gradient_facts import keep_earlier_gradients
-from lowtide.facts import Kind, Region, Run
+from lowtide.facts import UPDATE, Kind, Region, Run
 from lowtide.ops.calls import Call, target_name
 from lowtide.ops.packing import layout_of
 from lowtide.ops.schema import short_name
 from lowtide.optim.optimizer_trace import OptimizerTrace
-from lowtide.optim.split_check import check_split, chunked_step_bytes
+from lowtide.optim.resting_step import RESTING_CHUNK_SIZES
+from lowtide.optim.split_check import (
+    check_split,
+    chunked_step_bytes,
+    resting_chunk_bytes,
+    resting_owners,
+    resting_update_bytes,
+)
 from lowtide.optim.split_step import CHUNK_SIZES
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.trace.segments import Segment
@@ -118,6 +128,67 @@ def _add_chunked(
         live_bytes -= sum(traced.sizes[key] for key in op.frees)
         if not op.estimated:
             calls[Run(rank)] = Call(op.target, op.args, op.kwargs)
+
+
+class StateFacts(NamedTuple):
+    """State that may rest on a store: by storage key its parameter, and the `resting_chunks` of the step.
+    `updates`: by parameter, the bytes that its update in the backward pass allocates where its state rests,
+    and where it rests itself. Parameters by identity."""
+
+    owners: dict[int, int]
+    chunks: tuple[tuple[int, int, int], ...] = ()
+    updates: Mapping[int, tuple[int, int]] = MappingProxyType({})
+
+
+def resting_state(analysis: Analysis, optimizer: torch.optim.Optimizer, traced: OptimizerTrace) -> StateFacts:
+    """What of the optimizer's state may rest: nothing where its step cannot be split."""
+    owners = resting_owners(traced)
+    if analysis.updated:
+        owners = {key: owner for key, owner in owners.items() if owner in analysis.updated}
+    split = check_split(optimizer) if owners and not traced.note else None
+    if split is None or not split.by_parameter:
+        return StateFacts({})
+    within = split.within_parameters
+    if analysis.updated:
+        of_state, of_both = (
+            resting_update_bytes(optimizer, within_parameters=within, weights=weights)
+            for weights in (False, True)
+        )
+        updates = {key: (nbytes, of_both[key]) for key, nbytes in of_state.items()}
+        return StateFacts(owners, ((0, 0, 0),), updates)
+    state, both = (
+        resting_chunk_bytes(
+            optimizer, traced, within_parameters=within, sizes=RESTING_CHUNK_SIZES, weights=weights
+        )
+        for weights in (False, True)
+    )
+    return StateFacts(owners, tuple((size, state[size], both[size]) for size in sorted(state)))
+
+
+def mark_resting(
+    analysis: Analysis, resting: StateFacts, traced: OptimizerTrace, names: Mapping[int, str]
+) -> None:
+    """Name the state that may rest, whose storages are the last ones, in the order of the trace."""
+    first = next((s.id for s in analysis.storages if s.kind is Kind.OPTIMIZER_STATE), len(analysis.storages))
+    inside = {node.module: node.workspace_bytes for node in analysis.nodes if node.op == UPDATE}
+    seen: set[str] = set()
+    for position, key in enumerate(traced.state):
+        name = names.get(resting.owners.get(key, 0))
+        if name is None:
+            continue
+        more_bytes = 0
+        if name in inside and name not in seen:
+            of_state, of_both = resting.updates[resting.owners[key]]
+            more_bytes = of_state - inside[name]
+            weight = analysis.inputs.get(resting.owners[key], -1)
+            if weight >= 0 and analysis.storages[weight].rests == "parameters":
+                analysis.storages[weight] = replace(
+                    analysis.storages[weight], update_bytes=of_both - of_state
+                )
+        seen.add(name)
+        analysis.storages[first + position] = replace(
+            analysis.storages[first + position], name=name, rests="state", update_bytes=more_bytes
+        )
 
 
 Order = Sequence[tuple[fx.Node, Iterable[fx.Node]]]

@@ -14,6 +14,7 @@
 
 from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
+    FETCH,
     FRAMES,
     LAST_OUTPUTS,
     UPDATE,
@@ -32,6 +33,7 @@ from lowtide.facts.step import (
 )
 
 __all__ = [
+    "FETCH",
     "FRAMES",
     "LAST_OUTPUTS",
     "UPDATE",

@@ -2,6 +2,7 @@
 graphs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +41,47 @@ def offload_text(offload: str, swap: str) -> str:
             f"offload={offload!r} and swap={swap!r} differ: swap is the earlier name of offload, leave it out"
         )
     return offload or swap
+
+
+OFFLOADABLE = ("activations", "state", "frozen", "parameters")
+"""What may wait on a store: activations, the optimizer's state, weights that are not trained, and weights
+that are."""
+
+
+def parse_offload_what(words: str | Iterable[str], *, offload: str) -> tuple[str, ...]:
+    """What may leave device memory, without repetition and in the order of `OFFLOADABLE`; nothing without a
+    store. `words`: several, or one text with commas between them (`activations,state`)."""
+    given = words.split(",") if isinstance(words, str) else list(words)
+    wanted = [str(word).strip() for word in given]
+    unknown = next((word for word in wanted if word not in OFFLOADABLE), None)
+    if unknown is not None or not wanted:
+        raise LowtideError(
+            f"cannot offload {unknown or 'nothing'!r}: offload_what is one or several of "
+            f"{', '.join(OFFLOADABLE)}"
+        )
+    if not offload and set(wanted) != {"activations"}:
+        raise LowtideError(
+            f"offload_what={','.join(wanted)} says what may wait on a store, and there is none: "
+            "name one with offload='disk:FOLDER' or offload='host', or leave offload_what out"
+        )
+    return tuple(word for word in OFFLOADABLE if word in wanted) if offload else ()
+
+
+ROUNDABLE = ("head",)
+"""What may run with other bits than eager's, where the user allows it: a head with its loss."""
+
+
+def parse_rounds(words: str | Iterable[str]) -> tuple[str, ...]:
+    """What may round, without repetition and in the order of `ROUNDABLE`."""
+    given = words.split(",") if isinstance(words, str) else list(words)
+    wanted = [word for each in given if (word := str(each).strip())]
+    unknown = next((word for word in wanted if word not in ROUNDABLE), None)
+    if unknown is not None:
+        raise LowtideError(
+            f"nothing called {unknown!r} may round: rounds is one or several of {', '.join(ROUNDABLE)}, or "
+            "empty for plans that are exact"
+        )
+    return tuple(word for word in ROUNDABLE if word in wanted)
 
 
 EXECUTORS = ("eager", "inductor")
@@ -120,7 +162,8 @@ class Offload:
     """The transfers of a plan: `store_bytes` at most on the store, `transfer_seconds` in all.
 
     The step waits `stall_seconds` for them; the rest hides behind compute, which takes `slowed_seconds`
-    longer.
+    longer. `what` may be offloaded, one or several of `OFFLOADABLE`. `resting_bytes` of the `store_bytes`
+    are on the store between the steps too; each step reads `read_bytes` of them and writes `written_bytes`.
     """
 
     transfer_speed: TransferSpeed
@@ -128,6 +171,10 @@ class Offload:
     transfer_seconds: float
     stall_seconds: float
     slowed_seconds: float = 0.0
+    what: tuple[str, ...] = ("activations",)
+    resting_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +203,9 @@ class Solution:
     parameters at a time, 0 for all. `executor` runs the graphs, one of `EXECUTORS`; `peak_bytes` is the
     peak of its code. `offload` is set where values may be offloaded; stalls are part of
     `recompute_seconds`. `holds_outputs` and `gradient_strides` are those of the step. `reserved` is set for
-    an accelerator. Where it has a budget, `budget_bytes` are those that the search went down to.
+    an accelerator. Where it has a budget, `budget_bytes` are those that the search went down to. `resting`:
+    what rests on the store between its uses, as `frozen:layer.weight`; `state:layer.weight` is the
+    optimizer's state of that parameter. `repeatable` is that of the step.
     """
 
     planner: str
@@ -186,6 +235,8 @@ class Solution:
     offload: Offload | None = None
     gradient_strides: tuple[tuple[str, str], ...] = ()
     reserved: ReservedBytes | None = None
+    resting: tuple[str, ...] = ()
+    repeatable: tuple[str, ...] = ()
 
     @property
     def gap(self) -> float | None:
@@ -196,6 +247,11 @@ class Solution:
         if not self.lower_bound_seconds:
             return None
         return max(0.0, self.recompute_seconds / self.lower_bound_seconds - 1)
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The parts of the step that run with other bits than eager's; empty for an exact plan."""
+        return tuple(word for word in ROUNDABLE if any(word in graph.rounds for graph in self.graphs))
 
     @property
     def optimizer_in_chunks(self) -> bool:

@@ -28,6 +28,7 @@ from lowtide.facts import (
     Graph,
     GraphRun,
     Node,
+    Offload,
     Region,
     Remat,
     Run,
@@ -58,11 +59,15 @@ ALWAYS = {
 """Fields with a default that every file has nevertheless. Older files lack some of the others."""
 
 WHERE_SET = {
-    Step: ("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks", "first_break"),
+    Step: (
+        *("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks", "first_break", "offload_what"),
+        "resting_chunks",
+    ),
     Node: ("stack", "own_checkpoint"),
-    Solution: ("offload", "reserved"),
-    Graph: ("releases", "handed_over"),
-    Storage: ("host_bytes",),
+    Solution: ("offload", "reserved", "resting"),
+    Offload: ("what", "resting_bytes", "read_bytes", "written_bytes"),
+    Graph: ("releases", "handed_over", "fetches"),
+    Storage: ("host_bytes", "rests", "update_bytes"),
     Decision: ("released_after", "fetched_before"),
 }
 """Fields, besides flags, that are written only where some record has a value for them."""

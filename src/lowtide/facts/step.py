@@ -18,6 +18,11 @@ FRAMES = "frames"
 """The op of a node that stands for frames of Python, which keep its reads live; eager has no such frames."""
 
 
+FETCH = "fetch"
+"""The op of a node that reads a weight from the store where it rests, into a block of its own. It may run
+earlier than its rank, anywhere in the forward part of its segment."""
+
+
 class Region(StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -57,6 +62,9 @@ class Storage:
     `pinned_in_eager`: live to the end in eager PyTorch only (gradients that a step in backward uses at once).
     `extra_eager_bytes`: how much larger eager PyTorch's own version is (a dropout mask of floats).
     `host_bytes`: in a step on an accelerator, the bytes of a storage of the host, whose `nbytes` are 0.
+    `rests`: what it is for the store where it may rest there between its uses: `state`, `frozen` or
+    `parameters`; empty where it may not. State has the name of its parameter, and `update_bytes` is how many
+    more bytes the parameter's update in the backward pass allocates where the state, or the parameter, rests.
     """
 
     id: int
@@ -68,6 +76,8 @@ class Storage:
     extra_eager_bytes: int = 0
     pinned_in_eager: bool = False
     host_bytes: int = 0
+    rests: str = ""
+    update_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,9 +206,13 @@ class Graph:
     `in_model` is False for the loss, which runs eagerly.
     `schedule`, set in a plan: the runs of the backward pass in order; positions count the forward ops, then
     the backward ops. `releases`, set in a plan: (op, after) for each offloaded value; the value of forward op
-    `op` is released right after forward op `after`.
+    `op` is released right after forward op `after`. `fetches`, set in a plan: (input, first, before) for each
+    read of a resting weight in the forward pass: `input` is read for the forward ops from `first` on, and the
+    read begins right before forward op `before`. In `schedule`, position `-1 - i` reads the weight of
+    `fetches[i]` once more.
     `structure` is equal for the same ops with other shapes. `later_bytes`: the most bytes that the model's
-    later graphs make and keep live at once.
+    later graphs make and keep live at once. `rounds`: its parts that run with other bits than eager's, one or
+    several of `ROUNDABLE`.
     """
 
     fingerprint: str
@@ -215,6 +229,8 @@ class Graph:
     num_mutated: int = 0
     releases: tuple[tuple[int, int], ...] = ()
     handed_over: tuple[int, ...] = ()
+    fetches: tuple[tuple[int, int, int], ...] = ()
+    rounds: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,7 +248,11 @@ class Step:
     `gradient_strides` are pairs of dimension orders in memory, outermost first: that of an output, and that
     of its gradient where the two differ. `stacks` are the distinct call stacks of its nodes in the model's
     code, lines from the outermost to the innermost; the first is empty. Older files have none.
-    `first_break`: `file:line` of the code that ends the first graph of several.
+    `first_break`: `file:line` of the code that ends the first graph of several. `offload_what`: what may be
+    offloaded (`OFFLOADABLE`); empty without a store, and in older files. `repeatable`: names of custom
+    ops that the user said give the same result twice. `resting_chunks`: for each chunk
+    size of a step whose state rests on the store, the bytes live inside, and those where all parameters
+    rest too.
     """
 
     nodes: tuple[Node, ...]
@@ -250,6 +270,9 @@ class Step:
     gradient_strides: tuple[tuple[str, str], ...] = ()
     stacks: tuple[tuple[str, ...], ...] = ()
     first_break: str = ""
+    offload_what: tuple[str, ...] = ()
+    repeatable: tuple[str, ...] = ()
+    resting_chunks: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def seconds(self) -> float:

@@ -6,6 +6,7 @@ transfer takes as long on a machine without spare memory as on one with plenty.
 """
 
 import errno
+import mmap
 import os
 import shutil
 import tempfile
@@ -21,10 +22,17 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import StoreError
-from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, Prefetch, bytes_of
+from lowtide.offload.offload_store import (
+    Layout,
+    OffloadHandle,
+    OffloadStore,
+    Prefetch,
+    RestingTensor,
+    bytes_of,
+)
 from lowtide.units import size_and_bytes
 
-PAGE_BYTES = 4096
+PAGE_BYTES = max(4096, mmap.ALLOCATIONGRANULARITY)
 THREADS = "lowtide-store"
 """Prefix of the names of a store's threads."""
 
@@ -97,6 +105,11 @@ class DiskStore(OffloadStore):
     def offload(self, value: Tensor) -> OffloadHandle:
         return _DiskHandle(self._own_file(), value)
 
+    def make_resting(self, layout: Layout, name: str, device: torch.device) -> RestingTensor:
+        from lowtide.offload.resting_tensor import DiskRestingTensor
+
+        return DiskRestingTensor(self._own_file(), layout, name)
+
     def _own_file(self) -> "_File":
         with self._opening:
             if self._file.process != os.getpid():
@@ -153,7 +166,7 @@ class _File:
             while done < len(source):
                 done += os.pwrite(number, source[done:], start + done)
             os.fdatasync(number)
-            os.posix_fadvise(number, start, whole_pages(len(source)), os.POSIX_FADV_DONTNEED)
+            self.forget_pages(start, len(source))
         finally:
             del source
 
@@ -167,9 +180,13 @@ class _File:
                 if not count:
                     raise OSError(errno.EIO, "the file is shorter than what was written")
                 done += count
-            os.posix_fadvise(number, start, whole_pages(len(target)), os.POSIX_FADV_DONTNEED)
+            self.forget_pages(start, len(target))
         finally:
             del target
+
+    def forget_pages(self, start: int, nbytes: int) -> None:
+        """Drop a range from the page cache."""
+        os.posix_fadvise(self.file.fileno(), start, whole_pages(nbytes), os.POSIX_FADV_DONTNEED)
 
     def failed(self, what: str, error: OSError) -> StoreError:
         return StoreError(
@@ -179,7 +196,7 @@ class _File:
         )
 
 
-class _Transfer:
+class FileTransfer:
     """A transfer that runs in a thread; only its box refers to the value's memory in that thread."""
 
     def __init__(
@@ -191,6 +208,11 @@ class _Transfer:
 
     def wait(self) -> None:
         self._future.result()
+
+    @property
+    def is_done(self) -> bool:
+        """The transfer has ended without an error."""
+        return self._future.done() and not self._future.cancelled() and self._future.exception() is None
 
     def drop(self) -> None:
         """Keep none of the value's memory live: it is not needed any more."""
@@ -204,14 +226,14 @@ class _Transfer:
 class _DiskHandle(OffloadHandle):
     start = -1
     """offset in the file, once there is a slot"""
-    _writing: _Transfer | None = None
+    _writing: FileTransfer | None = None
 
     def __init__(self, file: _File, value: Tensor) -> None:
         self.layout = Layout.of(value)
         self._file = file
         self.start = file.take(self.layout.nbytes)
         self._value: Tensor | None = value
-        self._writing = _Transfer(file.writer, file.write, bytes_of(value), self.start)
+        self._writing = FileTransfer(file.writer, file.write, bytes_of(value), self.start)
 
     def free_value(self) -> None:
         assert self._writing is not None
@@ -226,10 +248,10 @@ class _DiskHandle(OffloadHandle):
             )
         return _DiskPrefetch(self)
 
-    def read(self, block: Tensor) -> _Transfer:
-        return _Transfer(self._file.reader, self._file.read, block, self.start)
+    def read(self, block: Tensor) -> FileTransfer:
+        return FileTransfer(self._file.reader, self._file.read, block, self.start)
 
-    def finish(self, transfer: _Transfer, what: str) -> None:
+    def finish(self, transfer: FileTransfer, what: str) -> None:
         try:
             transfer.wait()
         except OSError as error:

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from lowtide.errors import StoreError
 from lowtide.facts.host_memory import host_bytes
-from lowtide.offload.offload_store import Layout, OffloadHandle, OffloadStore, Prefetch, bytes_of
+from lowtide.offload.offload_store import (
+    Layout,
+    OffloadHandle,
+    OffloadStore,
+    Prefetch,
+    RestingTensor,
+    RestingTransfer,
+    bytes_of,
+)
 from lowtide.units import size_and_bytes
 
 
@@ -49,6 +57,9 @@ class HostStore(OffloadStore):
 
     def offload(self, value: Tensor) -> OffloadHandle:
         return _HostHandle(self, value)
+
+    def make_resting(self, layout: Layout, name: str, device: torch.device) -> RestingTensor:
+        return _HostRestingTensor(self, layout, name, device)
 
     def pinned(self, nbytes: int) -> Tensor:
         try:
@@ -112,6 +123,55 @@ class _HostPrefetch(Prefetch):
     def __del__(self) -> None:
         if self._block is not None:
             _keep_for(self._block, self._back)
+
+
+class _HostRestingTensor(RestingTensor):
+    def __init__(self, store: HostStore, layout: Layout, name: str, device: torch.device) -> None:
+        self.layout, self.name = layout, name
+        self.store, self.device = store, device
+        self.host = store.pinned(self.layout.nbytes)
+        self.found_at(self.host.data_ptr())
+
+    def value(self) -> Tensor:
+        return self.layout.over(self.host)
+
+    def start_read(self, target: Tensor, start: int = 0) -> RestingTransfer:
+        _, back = self.store.streams(self.device)
+        done = self.store.copy(target, self.host[start : start + len(target)], back)
+        return _HostRestingTransfer(self, target, back, done, is_write=False)
+
+    def start_write(self, source: Tensor, start: int = 0) -> RestingTransfer:
+        out, _ = self.store.streams(self.device)
+        done = self.store.copy(self.host[start : start + len(source)], source, out)
+        return _HostRestingTransfer(self, source, out, done, is_write=True)
+
+
+class _HostRestingTransfer(RestingTransfer):
+    """The caller's stream waits for a read, and the host for a write: the user's object is on the host."""
+
+    def __init__(
+        self,
+        resting: _HostRestingTensor,
+        block: Tensor,
+        stream: torch.Stream,
+        done: torch.Event,
+        *,
+        is_write: bool,
+    ) -> None:
+        self._resting, self._stream, self._done, self._is_write = resting, stream, done, is_write
+        self._block: Tensor | None = block
+
+    def wait(self) -> None:
+        self._block = None
+        if self._is_write:
+            self._done.synchronize()
+        else:
+            self._resting.store.wait(self._done, self._resting.device)
+
+    def drop(self) -> None:
+        if self._block is not None:
+            _keep_for(self._block, self._stream)
+            self._block = None
 
 
 def _keep_for(block: Tensor, stream: torch.Stream) -> None:

@@ -81,6 +81,63 @@ class OffloadHandle(ABC):
         """Allocate memory for the value and start to read into it."""
 
 
+class RestingTransfer(ABC):
+    """A copy between a block of torch's memory and a resting tensor, which has started."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """The copy has ended, and the block may be used for something else; `StoreError` where it failed."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Wait for the copy, or cancel it; its result is not needed, and no error is raised."""
+
+
+class RestingTensor(ABC):
+    """A tensor of the user whose bytes are on a store. `name` is for messages; `is_torn`: a write failed, so
+    that its values are no longer those of one step."""
+
+    layout: Layout
+    name: str
+    is_torn = False
+    address = 0
+    """where the user's object has its bytes while it rests"""
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.nbytes
+
+    @abstractmethod
+    def start_read(self, target: Tensor, start: int = 0) -> RestingTransfer:
+        """Begin to copy bytes from `start` on into `target`: bytes (uint8) of the step's device."""
+
+    @abstractmethod
+    def start_write(self, source: Tensor, start: int = 0) -> RestingTransfer:
+        """Begin to write bytes back; `source` must not change until the transfer has ended."""
+
+    @abstractmethod
+    def value(self) -> Tensor:
+        """A tensor with the bytes on the store: what the user's object becomes."""
+
+    def found_at(self, address: int) -> None:
+        """Let `resting_of` find the tensor whose bytes are at `address`."""
+        self.address = address
+        _RESTING[address] = self
+
+    def drop_pages(self) -> None:  # noqa: B027  only a mapping has pages
+        """Let the system have the memory back that reads of the user's object took."""
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether `tensor` still has its bytes here; not where the user gave it others."""
+        return tensor.untyped_storage().data_ptr() == self.address
+
+    def return_to_memory(self, tensor: Tensor, device: torch.device) -> None:
+        """Give `tensor` ordinary memory again."""
+        block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self.start_read(block).wait()
+        tensor.data = self.layout.over(block)
+
+
 class OffloadStore(ABC):
     """Where values are offloaded to; `text` is the user's name for it, as in `disk:/scratch`."""
 
@@ -93,6 +150,26 @@ class OffloadStore(ABC):
     @abstractmethod
     def offload(self, value: Tensor) -> OffloadHandle:
         """Start to write a value, which must not change until `free_value`."""
+
+    @abstractmethod
+    def make_resting(self, layout: Layout, name: str, device: torch.device) -> RestingTensor:
+        """A resting tensor for a step on `device`, of any values, which takes no memory there."""
+
+    def rest(self, tensor: Tensor, name: str) -> RestingTensor:
+        """Write a tensor and free its memory; the object stays valid, with its bytes on the store. Nothing
+        has changed where this raises `StoreError`."""
+        resting = self.make_resting(Layout.of(tensor), name, tensor.device)
+        resting.start_write(bytes_of(tensor)).wait()
+        tensor.data = resting.value()
+        return resting
+
+
+_RESTING: "weakref.WeakValueDictionary[int, RestingTensor]" = weakref.WeakValueDictionary()
+
+
+def resting_of(tensor: Tensor) -> RestingTensor | None:
+    """Where a tensor rests, by the bytes that it has now; None for a tensor in ordinary memory."""
+    return _RESTING.get(tensor.untyped_storage().data_ptr()) if _RESTING else None
 
 
 def open_store(target: OffloadTarget, device: str) -> OffloadStore:

@@ -3,6 +3,8 @@
 - `calls`: one call of an op, and its cost
 - `device_memory`: the device of a step's tensors, and the bytes that they take there
 - `schema`: what an op writes and which results share storages, by its schema; readers of a value
+- `repeatable_ops`: ops of other libraries that a plan may run again, well known or named by the user
+- `collectives`: ops by which processes exchange values inside of a graph
 - `live_ranges`: bytes that are live at each op of a graph
 - `passes`: the passes over a captured graph, in order
 - `gradient_terms`: sums of gradients in eager's order, autocast included
@@ -17,8 +19,10 @@
 - `packing`: masks and signs as bits, indices in fewer bytes
 - `chunk_sizes`: how large chunks are on a device
 - `loss_chunks`: cross entropy in chunks of rows, and log-probabilities in the memory of their logits
+- `head_chunks`: a linear layer and its loss in chunks of rows, which rounds; `rounded_head` finds them
 - `pointwise_chunks`: chains of pointwise ops in chunks, forward and backward
 - `in_place`: ops that can write over an input
+- `fake_values`: fake values of a graph, renewed where an edit gives ops other inputs
 - `absent_gpu`: attention and autocast as on a GPU that is not here
 - `direct`: a graph as a function that calls its ops directly
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowtide.errors import CaptureError
 from lowtide.planning.allocator import rounded
-from lowtide.torch_compat.fsdp2 import local
+from lowtide.torch_compat.dispatch import local
 
 CPU = torch.device("cpu")
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from lowtide.ops.collectives import share_awaited
 from lowtide.ops.eager_batch_norm import use_eager_batch_norm
 from lowtide.ops.gradient_terms import cast_weights_once
 from lowtide.ops.loss_chunks import use_logits_in_place, use_loss_chunks, use_soft_loss_chunks
@@ -25,6 +26,10 @@ from lowtide.ops.recurrent import add_in_eagers_order, use_recurrent_layers
 from lowtide.ops.traced_ops import use_real_dtypes
 
 PASSES: tuple[tuple[Callable[[fx.Graph], None], str], ...] = (
+    (
+        share_awaited,
+        "what is waited for is the collective's own result, of which torch's fake value is a copy",
+    ),
     (cast_weights_once, "eager's autocast caches its casts of weights, torch's tracer does not"),
     (use_recurrent_layers, "the traced layer lacks the workspace that its backward reads"),
     (add_in_eagers_order, "eager adds a cell's gradients one by one to the sum so far"),

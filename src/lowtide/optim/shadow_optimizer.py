@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.generators import generators_kept
+from lowtide.offload.offload_store import resting_of
 from lowtide.ops.device_memory import block_bytes, common_device
 from lowtide.torch_compat.dispatch import (
     FakeTensor,
@@ -25,9 +26,9 @@ from lowtide.torch_compat.dispatch import (
     LiveBytes,
     TorchDispatchMode,
     iter_tensors,
+    local,
     storage_key,
 )
-from lowtide.torch_compat.fsdp2 import local
 from lowtide.torch_compat.modules import forget_step_hooks
 
 Optimizer = torch.optim.Optimizer
@@ -114,9 +115,10 @@ def num_states(optimizer: Optimizer) -> int:
 
 
 def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
-    """The bytes that an optimizer's state takes on a step's device."""
+    """The bytes that an optimizer's state takes on a step's device; none for state that rests on a store."""
     states = [value for state in _states(optimizer) for value in state.values()]
-    found = {storage_key(tensor): tensor for tensor in map(local, _tensors(states, seen=set()))}
+    every = (tensor for tensor in map(local, _tensors(states, seen=set())) if resting_of(tensor) is None)
+    found = {storage_key(tensor): tensor for tensor in every}
     return sum(block_bytes(device, tensor) for tensor in found.values())
 
 

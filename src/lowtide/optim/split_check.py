@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.errors import LowtideError, Unsupported
+from lowtide.optim.chunk_buffers import limit_bytes, turns
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.optimizer_trace import OptimizerTrace, ValueAnswers, peak_bytes, recorded_bytes
+from lowtide.optim.resting_state import may_rest
+from lowtide.optim.resting_step import RESTING_CHUNK_BYTES, ChunkPart, parts_of
 from lowtide.optim.shadow_optimizer import (
     FakeFactories,
     ShadowOptimizer,
@@ -26,6 +29,7 @@ from lowtide.optim.shadow_optimizer import (
     small_parameter,
 )
 from lowtide.optim.split_step import CHUNK_BYTES, StepChunk, chunks_of, step_for, step_in_rows, take_step
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.modules import foreach_devices, global_step_hooks_off
 
 Optimizer = torch.optim.Optimizer
@@ -113,6 +117,97 @@ def chunked_step_bytes(
         with _fake_gradients(shadow.fakes.values()):
             found.append(_chunked_step_bytes(shadow, None, within_parameters=within_parameters, sizes=sizes))
     return {size: max(each[size] for each in found) for size in sizes}
+
+
+def resting_chunk_bytes(
+    optimizer: Optimizer,
+    traced: OptimizerTrace,
+    *,
+    within_parameters: bool,
+    sizes: Sequence[int],
+    weights: bool = False,
+) -> dict[int, int]:
+    """By chunk size, the bytes of a step in such chunks whose state rests, and whose `weights` do: blocks and
+    temporaries."""
+    found: dict[int, int] = {}
+    inner = inner_optimizers(optimizer)
+    for each in inner:
+        shadow = traced.shadow if len(inner) == 1 else None
+        shadow = shadow or _shadow_with_state(each)
+        every, measure = list(shadow.fakes.values()), _chunk_measure(shadow)
+        with _fake_gradients(every):
+            for size in sizes:
+                parts = list(parts_of(every, within_parameters=within_parameters, chunk_bytes=size))
+                nbytes = _resting_bytes(shadow, parts, measure, size=size, weights=weights)
+                found[size] = max(found.get(size, 0), nbytes)
+    return found
+
+
+def resting_update_bytes(
+    optimizer: Optimizer, *, within_parameters: bool, weights: bool = False
+) -> dict[int, int]:
+    """For every parameter, by identity, the peak bytes of the step for this parameter whose state rests; with
+    `weights`, it rests itself."""
+    found: dict[int, int] = {}
+    for each in inner_optimizers(optimizer):
+        with ValueAnswers(condition=False):
+            shadow = _shadow_with_state(each)
+            measure = _chunk_measure(shadow)
+            with _fake_gradients(shadow.fakes.values()):
+                for key, fake in shadow.fakes.items():
+                    parts = list(
+                        parts_of([fake], within_parameters=within_parameters, chunk_bytes=RESTING_CHUNK_BYTES)
+                    )
+                    found[key] = _resting_bytes(
+                        shadow, parts, measure, size=RESTING_CHUNK_BYTES, weights=weights
+                    )
+    return found
+
+
+def _resting_bytes(
+    shadow: ShadowOptimizer,
+    parts: Sequence[ChunkPart],
+    measure: Callable[[StepChunk], int],
+    *,
+    size: int,
+    weights: bool,
+) -> int:
+    """The bytes of blocks and temporaries in a step part by part.
+
+    Where only some of the state rests, blocks are smaller, and take no more bytes. But where the limit keeps
+    a chunk from being read early, smaller blocks may be read: then the most of both count.
+    """
+    blocks = [_block_bytes(shadow, part) + (part.nbytes if weights else 0) for part in parts]
+    limit = limit_bytes(blocks, [part.nbytes for part in parts], size=size)
+    live = [turn.live_bytes for turn in turns(blocks, limit=limit)]
+    temporaries = [measure(StepChunk(part.parameters, part.num_rows)) for part in parts]
+    around = zip([0, *blocks], blocks, [*blocks[1:], 0], strict=False)
+    if any(sum(three) > limit for three in around):
+        return max(live, default=0) + max(temporaries, default=0)
+    return max(map(sum, zip(live, temporaries, strict=True)), default=0)
+
+
+def resting_owners(traced: OptimizerTrace) -> dict[int, int]:
+    """By storage key of state that may rest, the parameter of this state, by identity."""
+    if traced.shadow is None:
+        return {}
+    return {
+        storage_key(value): key
+        for optimizer in inner_optimizers(traced.shadow.optimizer)
+        for key, fake in traced.shadow.fakes.items()
+        for value in optimizer.state.get(fake, {}).values()
+        if may_rest(value, fake)
+    }
+
+
+def _block_bytes(shadow: ShadowOptimizer, part: ChunkPart) -> int:
+    """The bytes of the blocks for the state of a part."""
+    return sum(
+        part.share_of(value.nbytes)
+        for parameter in part.parameters
+        for value in shadow.optimizer.state.get(parameter, {}).values()
+        if may_rest(value, parameter)
+    )
 
 
 def _known_split(optimizer: Optimizer) -> StepSplit:

@@ -10,9 +10,10 @@ each chunk. State of a parameter's shape is cut at the same rows.
 import copy
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from torch import Tensor, nn
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.modules import hooks_before_step
+
+if TYPE_CHECKING:
+    from lowtide.optim.resting_step import RestingStep
 
 Optimizer = torch.optim.Optimizer
 
@@ -103,41 +107,78 @@ def step_in_rows(
     optimizer: Optimizer, parameter: Tensor, rows: int, *, most_chunks: int | None = None
 ) -> None:
     """`step_for` one parameter, in chunks of `rows`; only the first `most_chunks` where given."""
-    before = dict(optimizer.state.get(parameter, {}))
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    grad = parameter.grad
-    assert grad is not None
-    after: dict[Any, Any] = {}
+    steps = RowSteps(optimizer, parameter)
     for first in range(0, len(parameter), rows)[:most_chunks]:
         part = slice(first, first + rows)
-        some = nn.Parameter(parameter.detach()[part], requires_grad=parameter.requires_grad)
+        for key, value in steps.take(part).items():
+            steps.keep(key, value, part)
+    steps.finish()
+
+
+class RowSteps:
+    """The step of one parameter, some rows at a time. Every chunk sees the step count of before."""
+
+    def __init__(self, optimizer: Optimizer, parameter: Tensor) -> None:
+        self.optimizer, self.parameter = optimizer, parameter
+        self.before: dict[Any, Any] = dict(optimizer.state.get(parameter, {}))
+        self.after: dict[Any, Any] = {}
+        self._group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+
+    def take(
+        self,
+        part: slice,
+        rows: Mapping[Any, Tensor] = MappingProxyType({}),
+        *,
+        weight: Tensor | None = None,
+    ) -> dict[Any, Tensor]:
+        """The step for some rows. Returns the state of these rows. `rows` has state that does not come from
+        that of the whole parameter, and `weight` the rows of the parameter where they do not either."""
+        parameter, state = self.parameter, self.optimizer.state
+        grad = parameter.grad
+        assert grad is not None
+        values = parameter.detach()[part] if weight is None else weight
+        some = nn.Parameter(values, requires_grad=parameter.requires_grad)
         some.grad = grad[part]
-        if before:
-            optimizer.state[some] = {key: _rows_of(value, parameter, part) for key, value in before.items()}
-        every, group["params"] = group["params"], [some]
+        if self.before:
+            state[some] = {
+                key: rows[key] if key in rows else _rows_of(value, parameter, part)
+                for key, value in self.before.items()
+            }
+        every, self._group["params"] = self._group["params"], [some]
         try:
-            step_for(optimizer, [some])
+            step_for(self.optimizer, [some])
         finally:
-            group["params"] = every
-        for key, value in optimizer.state.pop(some, {}).items():
-            if not isinstance(value, Tensor) or value.shape != some.shape or not value.dim():
-                after[key] = value
-                continue
-            if key not in after and key in before:
-                after[key] = before[key]
-            elif key not in after:
-                after[key] = torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
-            kept = after[key][part]
-            if storage_key(kept) != storage_key(value):
-                kept.copy_(value)
-    if after:
-        optimizer.state[parameter] = after
+            self._group["params"] = every
+            found = dict(state.pop(some, {}))
+        shaped = {key: value for key, value in found.items() if is_shaped_as(value, some)}
+        self.after |= {key: value for key, value in found.items() if key not in shaped}
+        return shaped
+
+    def keep(self, key: Any, value: Tensor, part: slice) -> None:
+        """Copy rows of state into the state of the whole parameter, unless they are there."""
+        if key not in self.after and key in self.before:
+            self.after[key] = self.before[key]
+        elif key not in self.after:
+            self.after[key] = torch.empty_like(self.parameter, dtype=value.dtype, requires_grad=False)
+        kept = self.after[key][part]
+        if storage_key(kept) != storage_key(value):
+            kept.copy_(value)
+
+    def finish(self) -> None:
+        if self.after:
+            self.optimizer.state[self.parameter] = self.after
+
+
+def is_shaped_as(value: Any, parameter: Tensor) -> bool:
+    """Whether state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape
 
 
 def _rows_of(value: Any, parameter: Tensor, part: slice) -> Any:
     """The rows of a parameter's state; a copy of state that has another shape."""
-    if isinstance(value, Tensor) and value.dim() and value.shape == parameter.shape:
-        return value[part]
+    if is_shaped_as(value, parameter):
+        rows: Tensor = value[part]
+        return rows
     return value.clone() if isinstance(value, Tensor) else copy.copy(value)
 
 
@@ -162,16 +203,25 @@ class SplitStep:
     """Splits `optimizer.step()` of the user's loop into chunks, from `open` to `close`.
 
     A hook takes the step for all chunks right before the step itself, which then finds no gradients. After
-    the step, a second hook restores the gradients.
+    the step, a second hook restores the gradients. `resting` takes the steps where state rests on a store.
     """
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], *, within_parameters: bool, chunk_bytes: int = CHUNK_BYTES
+        self,
+        optimizers: Iterable[Optimizer],
+        *,
+        within_parameters: bool,
+        chunk_bytes: int = CHUNK_BYTES,
+        resting: "RestingStep | None" = None,
     ) -> None:
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.within_parameters = within_parameters
         self.chunk_bytes = chunk_bytes
+        self.resting = resting
         self._has_warned = False
+        self._is_stepping = False
+        self._nested = 0
+        """calls of `super().step()` in the code of a subclass, whose hooks are these again"""
         self._hooks: list[Any] = []
         self._grads: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
@@ -181,31 +231,57 @@ class SplitStep:
             if optimizer is not None:
                 self._hooks.append(optimizer.register_step_pre_hook(self._before))
                 self._hooks.append(optimizer.register_step_post_hook(self._after))
+        if self.resting is not None:
+            self._hooks += self.resting.open(self._alive)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        if self.resting is not None:
+            self.resting.close(self._alive)
+
+    @property
+    def _alive(self) -> list[Optimizer]:
+        return [alive for reference in self._optimizers if (alive := reference()) is not None]
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         arguments: Arguments | None = None
+        if self._is_stepping or id(optimizer) in self._grads:
+            self._nested += 1
+            return None
         # a later hook may still change gradients
         is_last = hooks_before_step(optimizer)[-1] == self._before
         if not is_last or (has_arguments(args, kwargs) and (arguments := run_closure(args, kwargs)) is None):
             self._warn()
+            if self.resting is not None:
+                self.resting.wake(optimizer)
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        take_step(
-            optimizer, parameters, within_parameters=self.within_parameters, chunk_bytes=self.chunk_bytes
-        )
+        take = take_step if self.resting is None else self.resting.take
+        self._is_stepping, self._nested = True, 0
+        try:
+            take(
+                optimizer,
+                parameters,
+                within_parameters=self.within_parameters,
+                chunk_bytes=self.chunk_bytes,
+            )
+        finally:
+            self._is_stepping, self._nested = False, 0
         self._grads[id(optimizer)] = [(p, p.grad) for p in parameters if p.grad is not None]
         for parameter in parameters:
             parameter.grad = None
         return arguments
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._nested:
+            self._nested -= 1
+            return
         for parameter, grad in self._grads.pop(id(optimizer), ()):
             parameter.grad = grad
+        if self.resting is not None:
+            self.resting.state.lay_down([optimizer])
 
     def _warn(self) -> None:
         if not self._has_warned:

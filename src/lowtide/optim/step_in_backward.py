@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from lowtide.errors import Unsupported
 from lowtide.optim.awaited_step import AwaitedSteps, settings_of
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
+from lowtide.optim.resting_step import RESTING_CHUNK_BYTES, RestingStep
 from lowtide.optim.split_step import take_step
 from lowtide.optim.updated_parameter import LEAVE_OUT, UsedGradient, is_zero
 from lowtide.torch_compat.autograd_engine import (
@@ -54,13 +55,22 @@ _OPEN: "weakref.WeakValueDictionary[int, StepInBackward]" = weakref.WeakValueDic
 class StepInBackward:
     """Takes the optimizers' steps for one model's parameters in the backward pass, from `open` to `close`.
 
-    Graphs name it by its `number`, and a parameter by its index in `parameters`. `spare_bytes`: the free
-    bytes of the budget. `gradients_stay` is told the bytes of gradients that a pass in eval mode leaves.
+    Graphs name it by its `number`, and a parameter by its index in `parameters`. `resting` takes the steps of
+    parameters whose state rests. `spare_bytes`: the free bytes of the budget. `gradients_stay` is told the
+    bytes of gradients that a pass in eval mode leaves.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer], model: nn.Module, *, within_parameters: bool) -> None:
+    def __init__(
+        self,
+        optimizers: Iterable[Optimizer],
+        model: nn.Module,
+        *,
+        within_parameters: bool,
+        resting: RestingStep | None = None,
+    ) -> None:
         self.optimizers = list(optimizers)
         self.within_parameters = within_parameters
+        self.resting = resting
         self.owner = {
             id(parameter): optimizer
             for optimizer in self.optimizers
@@ -101,6 +111,8 @@ class StepInBackward:
             self._first_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_saving))
+        if self.resting is not None:
+            self._hooks += self.resting.open(self.optimizers)
         self._release.close()
         for patch in (_REFUSED_SCALERS, _WATCHED_ENGINE):
             self._release.callback(patch.hold(self))
@@ -110,6 +122,8 @@ class StepInBackward:
         for hook in (*self._hooks, *self._first_hooks.values()):
             hook.remove()
         self._hooks, self._first_hooks = [], {}
+        if self.resting is not None:
+            self.resting.close(self.optimizers)
         self._clear()
         self._release.close()
 
@@ -216,8 +230,14 @@ class StepInBackward:
 
     def _take_step(self, parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient
+        owner, within = self.owner[id(parameter)], self.within_parameters
         try:
-            take_step(self.owner[id(parameter)], [parameter], within_parameters=self.within_parameters)
+            if self.resting is not None and self.resting.state.has(parameter):
+                self.resting.take(
+                    owner, [parameter], within_parameters=within, chunk_bytes=RESTING_CHUNK_BYTES
+                )
+            else:
+                take_step(owner, [parameter], within_parameters=within)
         finally:
             parameter.grad = UsedGradient.of(parameter)
 

@@ -3,7 +3,8 @@
 What a schedule is, and what it costs:
 
 - `simulate`: the live bytes and seconds of a schedule; `transfer_model`: its transfers to a store and back
-- `schedules`: the schedule of a step as one schedule for each graph, and the bytes besides the graphs
+- `schedules`: the schedule of a step as one schedule for each graph, and the bytes besides the graphs;
+  `graph_fetches`: when a graph reads its resting weights
 - `eager_checkpoints`: the user's own calls of torch.utils.checkpoint, as eager runs them
 - `activations`: the forward storages that backward reads again
 
@@ -15,10 +16,14 @@ From a step to a solution:
 - `variants`: `auto`, as one flat list of the forms of a step and a search over them
 - `auto`: the search of one form; `repeated_blocks`: where it starts in a step of many equal blocks
 - `offload_sets`: which values to offload; `transfer_schedule`: when their transfers begin and end
+- `resting_forms`: the form of a step whose optimizer's state rests on a store
+- `resting_weights`: the form of a step whose weights rest on a store
+- `resting_sets`: what rests, as forms of a step, and the cheapest plan over all of them
 - `search`: the search space and its annealing; `native`: its inner loops, in C
 - `needs`, `cuts`, `lower_bounds`: what a step needs when, as minimum cuts at time points: proven lower bounds
 - `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
 - `repeated_calls`: the step of several calls of a model, from that of one
+- `rounded_step`: a step in the form that rounds, beside its exact form
 - `decisions`: a solution in words, and what would lower the floor
 
 Beside them:

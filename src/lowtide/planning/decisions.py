@@ -11,7 +11,7 @@ from lowtide.facts import LAST_OUTPUTS, Action, Activation, Decision, Kind, Regi
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, source_of
 from lowtide.planning.transfer_model import is_fetch, released_after, value_of
-from lowtide.units import format_size
+from lowtide.units import format_seconds, format_size
 
 
 def decide(
@@ -50,6 +50,8 @@ def decide(
         action = remats[0].action if remats else Action.RETAINED
         recomputes = action is Action.RECOMPUTE
         between = offloaded[a.storage] if action is Action.OFFLOAD else ("", "")
+        if action is Action.OFFLOAD and not between[0]:  # a resting weight, freed by itself
+            between = (step.nodes[a.last_forward_use].name, between[1])
         rows.append(
             Decision(
                 name=a.name,
@@ -99,7 +101,7 @@ def _kept_bytes(step: Step, remats: Sequence[Remat]) -> int:
 
 def _offloaded(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
     """By offloaded storage, the names of two nodes: after the first the storage is freed, before the second
-    its prefetch begins."""
+    its prefetch begins. No node frees a resting weight."""
     freed_after = {value_of(step, leave): after for leave, after in released_after(step, runs).items()}
     found: dict[int, tuple[str, str]] = {}
     following = ""
@@ -107,8 +109,9 @@ def _offloaded(step: Step, runs: Sequence[Run]) -> dict[int, tuple[str, str]]:
         if run.is_first:
             following = step.nodes[run.rank].name
         elif is_fetch(step, run):
+            freed = freed_after.get(run.rank)
             for storage in source_of(step, run).makes:
-                found[storage] = (step.nodes[freed_after[run.rank]].name, following)
+                found[storage] = ("" if freed is None else step.nodes[freed].name, following)
     return found
 
 
@@ -206,7 +209,7 @@ def _why_freed(
     often = f", {len(remats)} times" if len(remats) > 1 else ""
     how = rule_texts.get(remats[0].rule, remats[0].rule)
     where = f", inside of '{inside}'" if inside else ""
-    return f"{idle} for {1e3 * seconds:.3g} ms: {how}{often}{where}"
+    return f"{idle} for {format_seconds(seconds)}: {how}{often}{where}"
 
 
 def _why_retained(a: Activation, over: NDArray[np.intp], highest_price: float) -> str:

@@ -110,6 +110,10 @@ class Planner:
         """The schedule with the lowest peak."""
         return self.search.lowest()
 
+    def lowest_form(self) -> tuple[Step, Timeline]:
+        """The schedule with the lowest peak, and the step that it is one of."""
+        return self.step, self.lowest()
+
     @property
     def floor_bytes(self) -> int:
         return self.search.floor_bytes
@@ -154,11 +158,11 @@ class Planner:
             if may_be_eager and planner in MAY_BE_EAGER and self.eager_peak_bytes <= budget_bytes:
                 return self.eager_solution(planner, budget_bytes)
             raise self._too_small(planner, budget_bytes, timeline, may_be_eager=may_be_eager)
-        return self._solution(planner, timeline, budget_bytes)
+        return self.solution_of(planner, timeline, budget_bytes)
 
     def eager_solution(self, planner: str, budget_bytes: int) -> Solution:
         """The step as eager PyTorch runs it, whether it is within the budget or not."""
-        plain = self._solution(planner, self.baseline, budget_bytes)
+        plain = self.solution_of(planner, self.baseline, budget_bytes)
         return replace(
             plain,
             peak_bytes=self.eager_peak_bytes,
@@ -200,7 +204,8 @@ class Planner:
             remedy=remedy,
         )
 
-    def _solution(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
+    def solution_of(self, planner: str, timeline: Timeline, budget_bytes: int) -> Solution:
+        """The solution whose schedule is that of a timeline, in the name of `planner`."""
         step_in_backward = any(node.op == UPDATE for node in self.step.nodes)
         taken = None if step_in_backward else optimizer_step(self.step, timeline, budget_bytes)
         return Solution(
@@ -233,6 +238,7 @@ class Planner:
             floor_bound_bytes=self.floor_bound(),
             offload=_offload(self.step, timeline),
             gradient_strides=self.step.gradient_strides,
+            repeatable=self.step.repeatable,
         )
 
     def floor_bound(self) -> int | None:
@@ -263,4 +269,5 @@ def _offload(step: Step, timeline: Timeline) -> Offload | None:
         transfer_seconds=traffic.transfer_seconds,
         stall_seconds=traffic.stall_seconds,
         slowed_seconds=traffic.slowed_seconds,
+        what=step.offload_what or ("activations",),
     )

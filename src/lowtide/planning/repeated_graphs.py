@@ -27,6 +27,7 @@ from lowtide.errors import LowtideError
 from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.registry import planner_names
+from lowtide.planning.resting_sets import RestingPlanner, may_rest
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.planning.transfer_model import can_offload
@@ -143,6 +144,8 @@ def planner_for(step: Step) -> Planner:
             "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'offload' out"
         )
     step = without_dominated(step)
+    if may_rest(step) and not repeats:
+        return RestingPlanner(step)
     return RepeatedGraphsPlanner(step) if repeats else Planner(step, variants(step))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lowtide.facts import (
+    FETCH,
     FRAMES,
     LAST_OUTPUTS,
     UPDATE,
@@ -21,6 +22,15 @@ from lowtide.facts import (
     Storage,
 )
 from lowtide.planning.eager_checkpoints import with_own_checkpoints
+from lowtide.planning.graph_fetches import (
+    Fetches,
+    Releases,
+    fetch_ranks,
+    fetches_of,
+    with_early_fetches,
+)
+from lowtide.planning.resting_forms import state_rests
+from lowtide.planning.resting_weights import with_weights_in_memory
 from lowtide.planning.simulate import (
     Timeline,
     baseline_runs,
@@ -32,15 +42,15 @@ from lowtide.planning.simulate import (
 )
 from lowtide.planning.transfer_model import last_forward_reads, released_after, value_of, with_releases
 
-ENDS = ("placeholder", "output", UPDATE)
-"""Nodes that are no ops of a graph: inputs, outputs and updates. Positions do not count them."""
+ENDS = ("placeholder", "output", UPDATE, FETCH)
+"""Nodes that are no captured ops: inputs, outputs, updates, fetches. Positions do not count them."""
 
 
 def as_eager(step: Step) -> Step:
     """The same step with the bytes of eager PyTorch's own ops: what a user runs without lowtide."""
     storages = tuple(
         replace(s, nbytes=s.nbytes + s.extra_eager_bytes, pinned=s.pinned or s.pinned_in_eager)
-        for s in step.storages
+        for s in with_weights_in_memory(step.storages)
     )
     nodes = tuple(
         replace(
@@ -82,7 +92,10 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
     """The step's graphs with the schedule that `runs` give each of them; none for an abstract step."""
     if not step.graphs:
         return ()
-    position = {rank: place for ranks in scheduled_ranks(step) for place, rank in enumerate(ranks)}
+    by_graph = scheduled_ranks(step)
+    position = {rank: place for ranks in by_graph for place, rank in enumerate(ranks)}
+    fetching = fetch_ranks(step, by_graph)
+    position.update((rank, -1 - place) for ranks in fetching for place, rank in enumerate(ranks))
     schedules: list[list[GraphRun]] = [[] for _ in step.graphs]
     for run in runs:
         node = step.nodes[run.rank]
@@ -93,34 +106,51 @@ def graph_schedules(step: Step, runs: Sequence[Run]) -> tuple[Graph, ...]:
         place = (position[value_of(step, leave)], position[after])
         releases[step.nodes[leave].segment].append(place)
     return tuple(
-        replace(graph, schedule=tuple(schedule), releases=tuple(released), later_bytes=later_bytes)
-        for graph, schedule, released, later_bytes in zip(
-            step.graphs, schedules, releases, _later_bytes(step, runs), strict=True
+        replace(
+            graph,
+            schedule=tuple(schedule),
+            releases=tuple(released),
+            later_bytes=later_bytes,
+            fetches=fetches,
+        )
+        for graph, schedule, released, later_bytes, fetches in zip(
+            step.graphs,
+            schedules,
+            releases,
+            _later_bytes(step, runs),
+            fetches_of(step, runs, by_graph),
+            strict=True,
         )
     )
 
 
-Releases = Sequence[tuple[int, int]]
-"""The releases of one graph (`facts.Graph`)."""
-
-
 def runs_of_schedules(
-    step: Step, schedules: Sequence[Sequence[GraphRun]], releases: Sequence[Releases] = ()
+    step: Step,
+    schedules: Sequence[Sequence[GraphRun]],
+    releases: Sequence[Releases] = (),
+    fetches: Sequence[Fetches] = (),
 ) -> tuple[Run, ...]:
     """The runs of a step by one schedule for each of its graphs; the schedules may be of another batch shape.
 
-    Offloaded values that `releases` do not mention are freed after their last forward read.
+    Offloaded values that `releases` do not mention are freed after their last forward read, and resting
+    weights that `fetches` do not mention are fetched right before their first.
     ValueError when a graph has no such ops; `simulate` checks the rest.
     """
     scheduled: list[list[Run]] = []
     by_graph = scheduled_ranks(step)
-    for schedule, ranks in zip(schedules, by_graph, strict=False):
-        if not all(0 <= run.position < len(ranks) for run in schedule):
+    for schedule, ranks, fetching in zip(schedules, by_graph, fetch_ranks(step, by_graph), strict=False):
+        if not all(-len(fetching) <= run.position < len(ranks) for run in schedule):
             raise ValueError("the schedule is for a graph with more ops")
-        scheduled.append([Run(ranks[run.position], run.rule) for run in schedule])
+        scheduled.append(
+            [
+                Run(ranks[run.position] if run.position >= 0 else fetching[-1 - run.position], run.rule)
+                for run in schedule
+            ]
+        )
     wanted = demanded(step, itertools.chain.from_iterable(scheduled))
     forward = [n for n in step.nodes[: step.first_backward_rank] if not n.on_demand or n.rank in wanted]
-    runs = list(with_releases(step, _first_runs(forward), _places(step, releases, by_graph)))
+    released = with_releases(step, _first_runs(forward), _places(step, releases, by_graph))
+    runs = with_early_fetches(step, released, fetches, by_graph)
     rest = step.nodes[step.first_backward_rank :]
     for (region, segment), group in itertools.groupby(rest, key=lambda n: (n.region, n.segment)):
         nodes = list(group)
@@ -235,8 +265,11 @@ class OptimizerStep:
 
 
 def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> OptimizerStep:
-    """The optimizer's step whole, else in the largest chunks within the budget, else in the smallest."""
-    ways = (0, *(chunk_bytes for chunk_bytes, _ in reversed(step.optimizer_chunks)))
+    """The optimizer's step whole, else in the largest chunks within the budget, else in the smallest. State
+    that rests is read chunk by chunk."""
+    ways = [chunk_bytes for chunk_bytes, _ in reversed(step.optimizer_chunks)]
+    if not state_rests(step):
+        ways.insert(0, 0)
     found = [split_optimizer_step(step, timeline, chunk_bytes) for chunk_bytes in ways]
     return next((way for way in found if way.peak_bytes <= budget_bytes), found[-1])
 
@@ -244,12 +277,13 @@ def optimizer_step(step: Step, timeline: Timeline, budget_bytes: int) -> Optimiz
 def split_optimizer_step(step: Step, timeline: Timeline, chunk_bytes: int) -> OptimizerStep:
     """The optimizer's step in chunks of `chunk_bytes`, a size that the step knows, or whole for 0."""
     most = dict(step.optimizer_chunks).get(chunk_bytes)
+    rests = state_rests(step)
     peak_bytes = inside_bytes = 0
     for run, live_bytes in zip(timeline.runs, timeline.live_bytes, strict=True):
         node = step.nodes[run.rank]
         if node.region is Region.OPTIMIZER:
             whole = node.workspace_bytes + node.extra_eager_bytes
-            inside = whole if most is None else min(whole, most)
+            inside = whole if most is None else most if rests else min(whole, most)
             peak_bytes = max(peak_bytes, int(live_bytes) - node.workspace_bytes + inside)
             inside_bytes = max(inside_bytes, inside)
     return OptimizerStep(chunk_bytes, peak_bytes, inside_bytes if step.optimizer_chunks else 0)

@@ -7,7 +7,8 @@
 - A remat run makes a second block. A node on demand runs only where a remat reads it.
 - A backward node that runs by a rule replaces the chain of ops that leads to it alone.
 - An offloaded value is live until the run that frees it, and again from the run that fetches it. Its
-  transfers take time alone (`transfer_model`).
+  transfers take time alone (`transfer_model`). A weight that rests on the store is live from each of its
+  fetches, the first of which may run before its rank.
 - A rematerialized part of a forward tuple is the part's first value: it keeps only that part live.
 """
 
@@ -18,7 +19,7 @@ from math import fsum
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Kind, Node, Region, Remat, Run, Step
+from lowtide.facts import FETCH, Kind, Node, Region, Remat, Run, Step
 from lowtide.planning.transfer_model import Traffic, simulate_transfers
 
 Bytes = NDArray[np.int64]
@@ -174,6 +175,11 @@ def check_runs(step: Step, runs: Sequence[Run]) -> None:
                 continue
             if nodes[rank].movable:
                 _check_movable(nodes, rank, due, before, seen)
+            elif nodes[rank].op == FETCH and rank != due:
+                _check_fetch(nodes, rank, due, before, seen)
+                needless.add(rank)
+                seen.add(rank)
+                continue
             elif rank != due:
                 _check_first(rank, due, needless)
             if waiting:
@@ -221,12 +227,25 @@ def _check_movable(
     node = nodes[rank]
     if rank in seen:
         raise ValueError(f"'{node.name}' runs twice")
-    if any(not other.on_demand for other in nodes[due:rank]):
+    if any(not other.on_demand and other.rank not in seen for other in nodes[due:rank]):
         raise ValueError(f"'{node.name}' runs before its rank {rank}")
     if before is None or (before.segment, before.region) != (node.segment, node.region):
         raise ValueError(f"'{node.name}' runs outside the forward part of its segment {node.segment}")
     if before.op == "output":
         raise ValueError(f"'{node.name}' runs after the forward part of its segment {node.segment}")
+
+
+def _check_fetch(
+    nodes: Sequence[Node], rank: int, due: int, before: Node | None, seen: Container[int]
+) -> None:
+    """A resting weight is fetched once, at its rank or earlier, inside the forward part of its segment."""
+    node = nodes[rank]
+    if rank in seen:
+        raise ValueError(f"'{node.name}' runs twice")
+    if rank < due:
+        raise ValueError(f"'{node.name}' runs after its rank {rank}")
+    if before is None or (before.segment, before.region) != (node.segment, node.region):
+        raise ValueError(f"'{node.name}' runs outside the forward part of its segment {node.segment}")
 
 
 def _check_slot(waiting: Sequence[Node], before: Node, slot: int) -> None:

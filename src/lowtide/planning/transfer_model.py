@@ -4,7 +4,8 @@
     write             [=========]
     read                                                 [=========]
 
-A write begins when the value has been made, a read where the schedule fetches the value. Each direction has
+A write begins when the value has been made, a read where the schedule fetches the value. A weight that rests
+on the store is never written. Each direction has
 one transfer at a time, in the order of the requests. The run that frees a value waits for its write, and the
 first run that reads a fetched value waits for its read. Such a stall is added to the step; the rest of a
 transfer hides behind the compute, which is slower by `TransferSpeed.slows_compute`.
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import fsum
 
-from lowtide.facts import Action, Node, Region, Remat, Run, Step, TransferSpeed
+from lowtide.facts import FETCH, Action, Node, Region, Remat, Run, Step, TransferSpeed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +103,18 @@ class _Open:
 
 def can_offload(step: Step) -> bool:
     """Whether some value of the step can release device memory."""
-    return step.transfer_speed is not None and any(node.movable for node in step.nodes)
+    return step.transfer_speed is not None and any(node.movable or node.op == FETCH for node in step.nodes)
+
+
+def rests_on_store(step: Step) -> bool:
+    """Whether weights of the step rest on its store, so that every schedule of it has transfers."""
+    return any(node.op == FETCH for node in step.nodes)
 
 
 def is_fetch(step: Step, run: Run) -> bool:
-    """Whether a run fetches a value from the store."""
+    """Whether a run fetches a value from the store, or a weight that rests there."""
     if run.is_first:
-        return False
+        return step.nodes[run.rank].op == FETCH
     remat = step.nodes[run.rank].remat(run.rule)
     return remat is not None and remat.action is Action.OFFLOAD
 
@@ -164,7 +170,7 @@ def simulate_transfers(step: Step, runs: Sequence[Run], speed: TransferSpeed) ->
                 if read in reads:
                     wait(reads.pop(read), position)
         run_seconds.append(clock)
-        if isinstance(source, Remat) and source.action is Action.OFFLOAD:
+        if is_fetch(step, run):
             if run.rank in reads:
                 done.append(_closed(reads.pop(run.rank), -1, 0.0, speed))
             reads[run.rank] = ask(run.rank, position, is_write=False)

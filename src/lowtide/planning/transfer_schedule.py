@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import Run, Step, TransferSpeed
+from lowtide.facts import Region, Run, Step, TransferSpeed
 from lowtide.planning.simulate import Timeline, recompute_slots, simulate, source_of
 from lowtide.planning.transfer_model import is_fetch, last_forward_reads, transfer_bytes, value_of
 
@@ -128,9 +128,14 @@ def _frame(step: Step, runs: Sequence[Run]) -> _Frame:
         last_read[run.rank] = len(kept)
         kept.append(run)
     fetched = {fetch.run.rank for fetch in fetches}
-    slots = _slot_starts(step, kept)
+    slots, starts = _slot_starts(step, kept), _forward_starts(step, kept)
     fetches = [
-        replace(fetch, earliest=max(fetch.earliest, slots[step.nodes[fetch.run.rank].segment]))
+        replace(
+            fetch,
+            earliest=max(
+                fetch.earliest, (starts if fetch.run.is_first else slots)[step.nodes[fetch.run.rank].segment]
+            ),
+        )
         for fetch in fetches
     ]
     return _Frame(
@@ -148,6 +153,18 @@ def _slot_starts(step: Step, runs: Sequence[Run]) -> dict[int, int]:
     for position, run in enumerate(runs):
         if run.is_first and slots[run.rank] >= 0:
             starts.setdefault(slots[run.rank], position)
+    return starts
+
+
+def _forward_starts(step: Step, runs: Sequence[Run]) -> dict[int, int]:
+    """By segment, the first run before which the weights of its forward part may be fetched."""
+    starts: dict[int, int] = {}
+    for position, run in enumerate(runs):
+        node = step.nodes[run.rank]
+        if node.region is not Region.FORWARD:
+            break
+        if node.op != "placeholder":
+            starts.setdefault(node.segment, position)
     return starts
 
 

@@ -20,7 +20,7 @@ from enum import StrEnum
 from functools import cached_property
 from math import fsum
 
-from lowtide.facts import Action, Node, Region, Remat, Run, Step
+from lowtide.facts import FETCH, Action, Node, Region, Remat, Run, Step
 from lowtide.planning.auto import Auto
 from lowtide.planning.mu_two import policy_with_offload
 from lowtide.planning.offload_sets import Offloading, offload_sets, with_slack
@@ -28,10 +28,12 @@ from lowtide.planning.planning_problem import PlanningProblem
 from lowtide.planning.search.problem import Ints
 from lowtide.planning.search.step_problem import Archive
 from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, simulate
-from lowtide.planning.transfer_model import can_offload, transfer_bytes
+from lowtide.planning.transfer_model import can_offload, rests_on_store, transfer_bytes
 
 FASTER = 0.9
 """Measured times differ by up to this factor by chance: a chain in chunks is faster below it."""
+MOST_NODES = 8000
+"""A larger step whose weights rest is searched for transfers alone: the search for both takes too long."""
 NUM_MU_TWO = 6
 """Budgets for which `mu-two` gives a schedule to start from."""
 
@@ -61,9 +63,13 @@ class Variant:
 def variants(step: Step) -> list[Variant]:
     """All forms of a step that `auto` searches; the first one runs op by op and never offloads."""
     uses = {OffloadUse.NEVER: "recompute alone, which waits for no transfer"}
+    if rests_on_store(step):
+        uses = {}  # the forward pass reads weights from the store in any case
     if can_offload(step):
         uses[OffloadUse.ALONE] = "transfers alone, which no recompute delays"
         uses[OffloadUse.MIXED] = "what recompute and transfers reach together"
+        if rests_on_store(step) and len(step.nodes) > MOST_NODES:
+            del uses[OffloadUse.MIXED]
     return [
         replace(variant, name=f"{variant.name}, offload {use}", why=f"{variant.why}; {words}", offload=use)
         for variant in _chunk_variants(step)
@@ -233,7 +239,9 @@ def _priced(step: Step, node: Node) -> tuple[Remat, ...]:
         seconds = remat.seconds
         if remat.action is Action.OFFLOAD:
             nbytes = transfer_bytes(step, node.rank)
-            seconds += speed.write_seconds(nbytes) + speed.read_seconds(nbytes)
+            seconds += speed.read_seconds(nbytes)
+            if node.op != FETCH:
+                seconds += speed.write_seconds(nbytes)
         found.append(replace(remat, seconds=seconds))
     return tuple(found)
 

@@ -8,9 +8,12 @@
 - `chunked_values`: the end of a chain of pointwise ops, chunk by chunk; one rule for each chunk size
 - `packed_values`: masks and signs as bits, indices in fewer bytes
 - `offloaded`: prefetched from a store; only where the user names one
+- `resting_weight`: a weight that rests on a store, read once more
 
 To add a rule, write its file and put it into `REMAT_RULES`: no other file names a rule.
 """
+
+from collections.abc import Collection
 
 from torch import fx
 
@@ -23,9 +26,19 @@ from lowtide.remat.offloaded import OffloadedValue
 from lowtide.remat.packed_values import Bits, Narrow, Sign
 from lowtide.remat.recompute import Recompute
 from lowtide.remat.replay import Replay
+from lowtide.remat.resting_weight import RestingWeight
 from lowtide.remat.rule import Kept, RematRule
 
-__all__ = ["REMAT_RULES", "Kept", "RematRule", "chain_rules", "fitting_rules", "rule_named", "rules_for"]
+__all__ = [
+    "REMAT_RULES",
+    "Kept",
+    "RematRule",
+    "chain_rules",
+    "fitting_rules",
+    "rule_named",
+    "rules_for",
+    "rules_of",
+]
 
 REMAT_RULES: tuple[RematRule, ...] = (
     RecomputeBatchNorm(),
@@ -43,11 +56,19 @@ REMAT_RULES: tuple[RematRule, ...] = (
 """In order of preference: where several rules fit a node, a recompute of a later node uses the first."""
 
 OFFLOAD = OffloadedValue()
+RESTING_WEIGHT = RestingWeight()
+"""Of ops that the plan puts into a graph."""
 
 
 def rules_for(*, offload: bool) -> tuple[RematRule, ...]:
     """The rules that a step may use; `offload`: the step has a store."""
     return (*REMAT_RULES, OFFLOAD) if offload else REMAT_RULES
+
+
+def rules_of(offload_what: Collection[str]) -> tuple[RematRule, ...]:
+    """The rules of a step of which this may wait on a store (`OFFLOADABLE`)."""
+    weights = (RESTING_WEIGHT,) if {"frozen", "parameters"}.intersection(offload_what) else ()
+    return (*rules_for(offload="activations" in offload_what), *weights)
 
 
 def fitting_rules(node: fx.Node, *, offload: bool = False) -> tuple[list[RematRule], str]:
@@ -70,4 +91,5 @@ def chain_rules(node: fx.Node) -> list[RematRule]:
 
 def rule_named(name: str) -> RematRule:
     """The rule that files call `name`."""
-    return next(rule for rule in rules_for(offload=True) if rule.name == name)
+    rules = (*rules_for(offload=True), RESTING_WEIGHT)
+    return next(rule for rule in rules if rule.name == name)

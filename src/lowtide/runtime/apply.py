@@ -6,13 +6,18 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.facts.plan import parse_offload
 from lowtide.offload.offload_store import OffloadStore, open_store
+from lowtide.ops.repeatable_ops import add_statements
 from lowtide.optim.joined_optimizers import inner_optimizers
+from lowtide.optim.resting_state import RestingState
+from lowtide.optim.resting_step import RestingStep
 from lowtide.optim.split_check import check_split
 from lowtide.optim.split_step import SplitStep
 from lowtide.optim.step_in_backward import StepInBackward
+from lowtide.planning.resting_forms import resting_name
 from lowtide.plans import Plan, check_identity
 from lowtide.runtime.executor import Executor, executor_named
 from lowtide.runtime.replan import Replanner
+from lowtide.runtime.resting_model import RestingWeights, weight_names
 from lowtide.runtime.runner import Runner, install, runner_of
 from lowtide.trace.identity import identify_model
 
@@ -30,15 +35,23 @@ def apply_plan(
     still live.
     """
     check_identity(plan, identify_model(model))
+    add_statements(plan.solution.repeatable)
     updates = split_step = None
+    store = _store_of(plan)
+    resting_step = _resting_step(plan, model, store)
     if plan.solution.step_in_backward or plan.solution.optimizer_in_chunks:
         known = _optimizer_of(plan, optimizer)
         every, within = inner_optimizers(known), check_split(known).within_parameters
         if plan.solution.step_in_backward:
-            updates = StepInBackward(every, model, within_parameters=within)
+            updates = StepInBackward(every, model, within_parameters=within, resting=resting_step)
         else:
             chunk_bytes = plan.solution.optimizer_chunk_bytes
-            split_step = SplitStep(every, within_parameters=within, chunk_bytes=chunk_bytes)
+            split_step = SplitStep(
+                every, within_parameters=within, chunk_bytes=chunk_bytes, resting=resting_step
+            )
+    resting = None
+    if store is not None and weight_names(plan.solution.resting):
+        resting = RestingWeights(model, plan.solution.resting, store)
     batch = dict(plan.solution.identity).get("batch")
     runs_by = executor or plan.executor or executor_named(plan.solution.executor)
     runner = Runner(
@@ -51,7 +64,8 @@ def apply_plan(
         split_step=split_step,
         holds_outputs=plan.solution.holds_outputs,
         traced=None if plan.solution.eager else plan.traced,
-        store=_store_of(plan),
+        store=store,
+        resting=resting,
     )
     install(runner)
     return model
@@ -66,6 +80,15 @@ def _store_of(plan: Plan) -> OffloadStore | None:
     store = open_store(parse_offload(offload.transfer_speed.store), plan.solution.device)
     store.reserve(offload.store_bytes)
     return store
+
+
+def _resting_step(plan: Plan, model: nn.Module, store: OffloadStore | None) -> RestingStep | None:
+    """What takes the optimizer's steps where its state rests; None where the plan lets none of it rest."""
+    named = {resting_name(name): (name, p) for name, p in model.named_parameters()}
+    chosen = [named[name] for name in plan.solution.resting if name in named]
+    if store is None or not chosen:
+        return None
+    return RestingStep(RestingState(store, {id(parameter): name for name, parameter in chosen}))
 
 
 def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:

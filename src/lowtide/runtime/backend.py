@@ -9,6 +9,7 @@ from typing import Any, Self
 from torch import fx
 
 from lowtide.analyze.gradient_sums import casts_of, specialised, sums_in_casts, sums_of
+from lowtide.analyze.rounded_graphs import rounded
 from lowtide.facts import Graph, GraphRun, Kind
 from lowtide.offload.offload_store import OffloadStore, store_number
 from lowtide.ops.gradient_terms import with_gradient_terms
@@ -16,6 +17,7 @@ from lowtide.optim.step_in_backward import StepInBackward, taking_updates
 from lowtide.runtime.backward import Backward, FirstCalls, refuse_transforms
 from lowtide.runtime.continued_sums import ScheduledSums, sums_inside, with_receivers
 from lowtide.runtime.executor import EAGER_OPS, Executor, ExecutorInParts, Function, RecentlyUsed
+from lowtide.runtime.fetches import with_fetches
 from lowtide.runtime.graph_call import (
     AutocastCache,
     GradientGates,
@@ -36,13 +38,18 @@ from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_seg
 @dataclass(frozen=True, slots=True)
 class GraphSchedule:
     """The schedule and releases of one captured graph. Its outputs `missing` get no gradient; the gradients
-    of its inputs `apart` leave as terms of a sum, those of `handed_over` as soon as they are made."""
+    of its inputs `apart` leave as terms of a sum, those of `handed_over` as soon as they are made. `fetches`:
+    see `facts.Graph`. `rounds`: what of it runs with other bits
+    than eager's, for a loop that may read the outputs `returned`."""
 
     schedule: tuple[GraphRun, ...]
     missing: frozenset[int]
     apart: frozenset[int] = frozenset()
     releases: tuple[tuple[int, int], ...] = ()
     handed_over: frozenset[int] = frozenset()
+    fetches: tuple[tuple[int, int, int], ...] = ()
+    rounds: tuple[str, ...] = ()
+    returned: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, graph: Graph) -> Self:
@@ -52,6 +59,9 @@ class GraphSchedule:
             frozenset(graph.apart),
             graph.releases,
             frozenset(graph.handed_over),
+            graph.fetches,
+            graph.rounds,
+            frozenset(graph.returned),
         )
 
 
@@ -126,7 +136,7 @@ class Backend:
             return aot_autograd.takes_list(_forward(executor(alone, args, is_backward=False), observer))
 
         with dynamo.quiet():
-            compiled = aot_autograd.compile_graph(
+            compiled, borders = aot_autograd.compile_graph(
                 graph,
                 inputs,
                 partition=partition,
@@ -137,6 +147,7 @@ class Backend:
             )
         if planned is not None:
             compiled = planned.called_by_dynamo(compiled)
+        compiled = borders.around(compiled)
         if key is not None and not aot_autograd.is_guarded_by_aot():
             self._compiled[key] = compiled
         return compiled
@@ -201,13 +212,18 @@ class _ScheduledGraph:
         self.autocast_cache = casts
         self.updates_number = updates.number if updates is not None else 0
         wanted = specialised(segment, missing=schedule.missing, apart=schedule.apart)
+        if schedule.rounds:
+            wanted, *_ = rounded(wanted, returned=schedule.returned)
+        planned = with_fetches(wanted, schedule.schedule, schedule.releases, schedule.fetches)
+        wanted, self.positions = planned.segment, planned.schedule
         self.rewritten = rewrite(
             wanted,
-            schedule.schedule,
-            releases=schedule.releases,
+            planned.schedule,
+            releases=planned.releases,
             updates=updates,
             store=store,
             in_place=executor.in_place,
+            begins=planned.begins,
         )
         sums = sums_of(segment)
         self.num_terms = {place: sums.get(place, 1) for place in sorted(schedule.apart)}
@@ -247,7 +263,7 @@ class _ScheduledGraph:
         if self.casts:
             told = self._sayings(CAST_OUTSIDE, self.casts)
             compiled = with_autocast_cache(compiled, self.casts, self.autocast_cache, told)
-        return _first_watched(compiled, self.observer.watch_gaps)
+        return compiled
 
     def _with_shared_gates(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, whose gradients of shared inputs leave as soon as they are made."""
@@ -284,7 +300,7 @@ class _ScheduledGraph:
             used=partial(observer.output_used, self.segment.fingerprint),
             gates=self.gates,
             shared=self.shared,
-            sums=ScheduledSums(self.wanted, self.schedule.schedule, self.rewritten, self.executor.in_place)
+            sums=ScheduledSums(self.wanted, self.positions, self.rewritten, self.executor.in_place)
             if self.continues_sums
             else None,
             skips_parameters=any(
@@ -303,21 +319,6 @@ class _ScheduledGraph:
             return result
 
         return call
-
-
-def _first_watched(compiled: Callable[..., Any], watch: Callable[[Any], None]) -> Callable[..., Any]:
-    """Call `watch` with the results of the first call."""
-    is_watched = False
-
-    def call(*args: Any) -> Any:
-        nonlocal is_watched
-        results = compiled(*args)
-        if not is_watched:
-            is_watched = True
-            watch(results)
-        return results
-
-    return call
 
 
 def _handover_in_ddp(in_ddp: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:

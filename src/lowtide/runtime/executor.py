@@ -6,11 +6,13 @@ Where the peak is above the budget, the step is planned again for a budget that 
     solve(budget) -> compile -> dry run -> peak above the budget? -> solve(budget - excess) -> ...
 """
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import fx
 
 from lowtide.analyze.backward_facts import overwrites
@@ -30,11 +32,19 @@ from lowtide.units import size_and_bytes
 if TYPE_CHECKING:
     from lowtide.torch_compat.inductor import CompiledGraph
 
+logger = logging.getLogger("lowtide")
+
 COMPILED_GRAPHS = 64
 """The compiled graphs that are kept; an older graph is compiled again."""
 
 ROUNDS = 6
 """The most solutions for Inductor's code before BudgetTooSmall."""
+
+GRADIENT_COPIED = (
+    "a gradient has other strides in memory than Inductor's code was compiled for (channels last, a "
+    "transposed result), and is copied: the last bits of this step can differ from eager's. executor='eager' "
+    "takes gradients as they are"
+)
 
 POSITION = "lowtide_position"
 """The key of a node's metadata for the position of its op in the graph."""
@@ -130,11 +140,29 @@ class InductorOps:
     def __init__(self) -> None:
         self._compiled: RecentlyUsed[Hashable, tuple[CompiledGraph, list[Any]]]
         self._compiled = RecentlyUsed(COMPILED_GRAPHS)
+        self._has_said_copied = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool) -> Function:
         compiled = self.compiled(module, inputs, is_backward=is_backward)
         compiled.build_kernels()
-        return compiled
+        return self._with_planned_strides(compiled, inputs) if is_backward else compiled
+
+    def _with_planned_strides(self, compiled: Function, inputs: Sequence[Any]) -> Function:
+        """Copy gradients that have other strides than the code was compiled for."""
+        planned: list[Any] = [getattr(value, "stride", tuple)() for value in inputs]
+
+        def run(values: list[Any]) -> Any:
+            for place, strides in enumerate(planned):
+                value = values[place]
+                if isinstance(value, torch.Tensor) and value.stride() != strides:
+                    values[place] = value.new_empty_strided(value.shape, strides).copy_(value)
+                    if not self._has_said_copied:
+                        logger.warning(GRADIENT_COPIED)
+                    self._has_said_copied = True
+            value = None
+            return compiled(values)
+
+        return run
 
     def compiled(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, is_backward: bool

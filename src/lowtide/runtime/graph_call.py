@@ -25,6 +25,7 @@ from torch import fx
 
 from lowtide.ops.direct import hand_over
 from lowtide.torch_compat import aot_autograd, autograd_engine
+from lowtide.torch_compat.dtensor import whole_of
 from lowtide.torch_compat.gradient_edges import has_run, inside_planned_graph, will_cast
 from lowtide.trace.segments import Segment, results_of
 
@@ -267,15 +268,16 @@ class AutocastCache:
         """`weight` behind a node, for a graph that casts it to `dtype`. `cast_is_shared` is called where the
         loop casts it as well."""
         cast, source = _CachedCast(autograd_engine.version_of(weight)), weight
-        if id(weight) in self._casts:
-            before, read_before = self._casts[id(weight)]
+        key = id(whole_of(weight))
+        if key in self._casts:
+            before, read_before = self._casts[key]
             if before.version == cast.version:
                 before.is_followed, source = True, read_before
             else:
                 self._weight_changed()
         passed: torch.Tensor = _AutocastNode.apply(source, cast, dtype, cast_is_shared)  # type: ignore[no-untyped-call]
         if self._block is not None:
-            self._casts[id(weight)] = cast, passed
+            self._casts[key] = cast, passed
         return passed
 
 

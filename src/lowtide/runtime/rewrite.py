@@ -23,9 +23,11 @@ from torch import fx
 from lowtide.analyze.backward_facts import overwrites
 from lowtide.analyze.optimizer_facts import updatable_inputs, update_places
 from lowtide.facts import GraphRun
+from lowtide.offload.fetched_weight import finish_fetch, start_fetch
 from lowtide.ops.calls import Call
 from lowtide.optim.step_in_backward import StepInBackward, update_parameter
 from lowtide.remat import Kept, rule_named
+from lowtide.runtime.fetches import fetched_storages
 from lowtide.torch_compat import aot_autograd
 from lowtide.torch_compat.dispatch import is_number, map_leaves, storage_key
 from lowtide.trace.segments import Segment
@@ -96,6 +98,8 @@ class _Saved:
         return [*self.numbers, *self.checked, *self.unchecked]
 
 
+NO_FETCHES: Mapping[int, int] = {}
+
 Keepers = dict[fx.Node, list[Kept]]
 """The values that remat rules keep, by the forward node that they rematerialize."""
 
@@ -114,11 +118,13 @@ def rewrite(
     updates: StepInBackward | None = None,
     store: int = 0,
     in_place: bool = True,
+    begins: Mapping[int, int] = NO_FETCHES,
 ) -> Rewritten:
     """The forward and backward graphs of `segment` under `schedule` and `releases` (see `facts.Graph`).
 
     `updates` steps parameters in the backward pass; their gradients are not returned. `store`: the number of
-    the offload store. `in_place`: ops may overwrite an input at its last read.
+    the offload store. `in_place`: ops may overwrite an input at its last read. `begins`: see
+    `fetches.WithFetches`.
     """
     forward_ops, backward_ops = segment.forward_ops, segment.backward_ops
     tangents = segment.tangents
@@ -126,7 +132,14 @@ def rewrite(
     saved = _saved(segment, steps, keepers, tangents)
     return Rewritten(
         forward=_forward_graph(
-            segment, forward_ops, keepers, saved, tangents, releases=dict(releases), store=store
+            segment,
+            forward_ops,
+            keepers,
+            saved,
+            tangents,
+            releases=dict(releases),
+            begins=begins,
+            store=store,
         ),
         backward=_backward_graph(segment, steps, saved, tangents, updates=updates, in_place=in_place),
         num_saved=len(saved.as_given),
@@ -201,6 +214,7 @@ def _saved(segment: Segment, steps: list[_Step], keepers: Keepers, tangents: Con
 def _bytes_of(saved: _Saved, segment: Segment) -> int:
     inputs = segment.joint.graph.find_nodes(op="placeholder")
     known = {storage_key(node.meta["val"]) for node in inputs if isinstance(node.meta["val"], torch.Tensor)}
+    known -= fetched_storages(segment, saved.values)
     values = [kept.value for kept in saved.kept] + [node.meta.get("val") for node in saved.values]
     sizes = {storage_key(v): v.untyped_storage().nbytes() for v in values if isinstance(v, torch.Tensor)}
     return sum(nbytes for key, nbytes in sizes.items() if key not in known)
@@ -228,10 +242,14 @@ def _forward_graph(
     tangents: Container[fx.Node],
     *,
     releases: Mapping[int, int],
+    begins: Mapping[int, int],
     store: int,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     new: dict[fx.Node | Kept, fx.Node] = {}
+    to_begin: dict[int, list[fx.Node]] = {}
+    for number, place in begins.items():
+        to_begin.setdefault(min(place, number), []).append(ops[number])
     for primal in segment.joint.graph.find_nodes(op="placeholder"):
         if primal not in tangents:
             new[primal] = graph.node_copy(primal)
@@ -242,7 +260,15 @@ def _forward_graph(
         new[kept] = _write(graph, kept.call, new if begun is None else {**new, node: begun})
         new[kept].meta = {**node.meta, "val": kept.value, "lowtide_kept": kept.name}
 
+    begun_fetches: dict[fx.Node, fx.Node] = {}
     for position, node in enumerate(ops):
+        for fetch in to_begin.get(position, ()):
+            (weight,) = fetch.all_input_nodes
+            begun_fetches[fetch] = graph.call_function(start_fetch, (new[weight],))
+        if node in begun_fetches:
+            new[node] = graph.call_function(finish_fetch, (begun_fetches[node],))
+            new[node].meta = dict(node.meta)
+            continue
         mine = keepers.get(node, ())
         for kept in mine:
             if kept.before:

@@ -25,10 +25,12 @@ from lowtide.runtime.backend import Backend, GraphSchedule
 from lowtide.runtime.backward import refuse_transforms
 from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
+from lowtide.runtime.loop_look import LoopLook
 from lowtide.runtime.loop_messages import CALLS_EXCEED, EARLIER_GRADIENTS, OUTPUTS_COUNTED, PROFILER_IS_ON
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.model_marker import mark, unmark
 from lowtide.runtime.observer import SMALL_BYTES, LoopObserver, ran_without_plan
+from lowtide.runtime.resting_model import RestingWeights
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import in_transform, make_first_calls
@@ -65,7 +67,8 @@ class Runner:
     """A planned model calls its runner instead of its own forward.
 
     Eager PyTorch runs a batch of the layout `eager_batch`. `planned_batch`: the layout of the planned batch.
-    `traced`: the model as traced for the plan. `store`: the store of offloaded values.
+    `traced`: the model as traced for the plan. `store`: the store of offloaded values. `resting`: the weights
+    that rest there.
     """
 
     def __init__(
@@ -81,8 +84,10 @@ class Runner:
         holds_outputs: bool = True,
         traced: TracedModel | None = None,
         store: OffloadStore | None = None,
+        resting: RestingWeights | None = None,
     ) -> None:
         self.model = model
+        self.resting = resting
         self.split_step = split_step
         self.updates = updates
         self.schedules = schedules
@@ -95,6 +100,7 @@ class Runner:
             own_tensors=_tensors_of(weakref.ref(model)),
         )
         self.observer.planned_calls = schedules.num_calls
+        self.observer.counts_gradients = schedules.counts_gradients
         if updates is not None:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay
@@ -118,6 +124,7 @@ class Runner:
         self._entrance = entrance(model)
         # read in every step; model.parameters() takes ten times as long
         self._parameters = tuple(model.parameters())
+        self._loop = LoopLook(self.observer, self._parameters, device_of(model, ()), schedules)
         self._planned_situation = self._situation()
         self._planned_kinds: RecentlyUsed[Any, bool] = RecentlyUsed(PLANNED_KINDS)
         self._planned_kinds[planned_batch, self._planned_situation] = True
@@ -147,8 +154,7 @@ class Runner:
         # a call inside of a backward pass is the recompute of the user's own checkpoint
         is_repeated = autograd_engine.in_backward()
         if not is_repeated:
-            self._learn()
-            self._count_outputs((args, kwargs))
+            self._count_loop((args, kwargs))
         self._plan_ahead(args, kwargs)
         autograd_engine.finish_recomputation()
         self.observer.call_begins(self._parameters, (args, kwargs))
@@ -167,8 +173,17 @@ class Runner:
             raise
         finally:
             self._batch, self._may_start_over = (), True
-        self.observer.call_ends(output, (args, kwargs))
+        self._call_ended(output, (args, kwargs), is_repeated=is_repeated)
+        return output
+
+    def _call_ended(self, output: Any, batch: Any, *, is_repeated: bool) -> None:
+        self.observer.call_ends(output, batch)
+        self._loop.call_ends()
+        pending = self.observer.pending
         self.observer.spare_bytes = self.schedules.spare_bytes
+        if not pending.position and not is_repeated:
+            ran = self.observer
+            ran.ran_longer(self.schedules.see_path(ran.fingerprints, ran.saved_by_graph))
         if pending.position:
             self.observer.several_calls()
         if pending.position and (excess_bytes := self.schedules.excess_bytes(self.observer.fingerprints)):
@@ -178,8 +193,18 @@ class Runner:
             seconds = time.perf_counter() - self._start
             self.observer.graphs_planned(self.backend.num_graphs, self.compiled.seconds / seconds)
         if self._watches_left and self.schedules.counts_loop and not is_repeated:
-            self._watch(output, (args, kwargs))
-        return output
+            self._watch(output, batch)
+
+    def _count_loop(self, batch: Any) -> None:
+        """Plan again where the loop keeps more live than the plan counts, or departed from it before."""
+        if self.observer.has_pending_call:
+            self._loop.another_call(batch)
+        else:
+            self._loop.call_begins(batch)
+        self._learn()
+        self._count_outputs(batch)
+        if self.schedules.fit_beside_loop():
+            self._forget()
 
     def _call_without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model's own code. Before a backward pass, a watch counts its bytes as those of a loss; many
@@ -187,6 +212,8 @@ class Runner:
         self._calls_in_watch += 1
         if self._calls_in_watch > MOST_WATCHES:
             leave()
+        if self.resting is not None:
+            self.resting.read_outside()
         output = call_model(self.model, args, kwargs)
         if not in_transform():
             self.observer.returned_outputs(output)
@@ -201,7 +228,9 @@ class Runner:
             self.observer.say(PROFILER_IS_ON)
 
     def _learn(self) -> None:
-        """Plan again where the last step departed from the plan."""
+        """Plan again where the last step departed from the plan, and lay weights to rest again."""
+        if self.resting is not None:
+            self.resting.refresh()
         if self.schedules.count_state():
             self._forget()
         news = self.observer.news()
@@ -246,6 +275,7 @@ class Runner:
             return
         buckets = ddp.buckets_of(wrapper)
         if buckets.hold_gradients:
+            self._loop.counts_gradients = False
             self.observer.never_say(EARLIER_GRADIENTS)  # they are in the buckets, which count
         if self.schedules.count_buckets(buckets):
             self._forget()
@@ -372,7 +402,7 @@ def install(runner: Runner) -> None:
 
 def attach(model: nn.Module, runner: Runner) -> None:
     """Let `model` run by its runner."""
-    for part in (runner.updates, runner.split_step, runner.guard):
+    for part in (runner.resting, runner.updates, runner.split_step, runner.guard):
         if part is not None:
             part.open()
     set_route(model, runner)
@@ -389,7 +419,7 @@ def remove(model: nn.Module) -> nn.Module:
             if isinstance(wrapper, nn.Module) and isinstance(route_of(wrapper), _Guarded):
                 set_route(wrapper, None)
         set_route(inner, None)
-        for part in (runner.updates, runner.split_step, runner.guard):
+        for part in (runner.updates, runner.split_step, runner.guard, runner.resting):
             if part is not None:
                 part.close()
         autograd_engine.unsilence_hooks(inner.parameters())

@@ -12,8 +12,9 @@ In the order in which a model passes them:
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters; no second derivatives
 - `allocation_record`: the blocks that the CPU's allocator hands out, by torch's older profiler
+- `python_tensors`: the tensors that Python's objects keep live
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
-- `ddp`, `fsdp2`: models on several processes
+- `ddp`, `fsdp2`, `dtensor`: models on several processes
 
 Importing anything here asks `check_version`. Where the checked versions differ, a comment names the version.
 """
