@@ -10,8 +10,8 @@ from life_of_a_step import BEGIN, END, PAGE, section, stays
 
 pytestmark = pytest.mark.slow
 
-MOST_FILES = 135
-MOST_ENTRIES = 55
+MOST_FILES = 154
+MOST_ENTRIES = 64
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,34 @@ def test_a_line_is_seen_once_unless_the_program_wants_none(handler, root, own, w
     assert capsys.readouterr() == ("", "lowtide: all is well\n" if where == "stderr" else "")
 
 
+@pytest.mark.parametrize("handler", [False, True])
+def test_a_warning_names_its_sender_where_the_program_has_no_handler(handler, capsys):
+    with logging_set(handler=handler, root=logging.WARNING) as written:
+        OWN.warning("too busy to time %d ops", 2)
+    assert written.getvalue() == ("too busy to time 2 ops\n" if handler else "")
+    assert capsys.readouterr().err == ("" if handler else "lowtide: too busy to time 2 ops\n")
+
+
+def test_of_several_processes_the_first_speaks(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with logging_set(handler=False, root=logging.WARNING):
+        say("all is well")
+        OWN.warning("this rank alone")
+    assert capsys.readouterr().err == "lowtide: this rank alone\n"
+
+
+def test_a_terminal_breaks_no_word(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "40")
+    with logging_set(handler=False, root=logging.WARNING):
+        say("predicted peak 39.9 MiB of 40.3 MiB (67.2 MiB without a plan)")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "lowtide: predicted peak 39.9 MiB of 40.3",
+        "         MiB (67.2 MiB without a plan)",
+    ]
+
+
 def test_disabled_logging_is_silence(capsys):
     with logging_set(handler=True, root=logging.DEBUG) as written:
         logging.disable(logging.INFO)

@@ -22,7 +22,7 @@ LowtideError
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.units import size_and_bytes
+from lowtide.units import round_up_size, size_and_bytes
 
 if TYPE_CHECKING:
     from lowtide.facts.levers import Lever
@@ -132,6 +132,7 @@ class BudgetTooSmall(LowtideError):
         if not levers:
             return
         self.levers = tuple(levers)
+        self.remedy = self.remedy.replace("that budget", f"a budget of {round_up_size(self.floor_bytes)}")
         self.args = (self._cause,)
         for line in (*lines, *([self.remedy] if self.remedy else [])):
             self.add_note(line)

@@ -9,33 +9,69 @@
 Lines go to the logger `lowtide` and its child `lowtide.stages`, at level INFO; decisions of a plan at DEBUG.
 `say` writes to stderr where logging shows nothing of level INFO. A program that sets the level of the logger
 `lowtide` higher (`logging.getLogger("lowtide").setLevel(logging.WARNING)`) hears nothing.
+
+A warning in a program that has no handlers of its own goes to stderr as well, and begins with its sender:
+
+    lowtide: the machine was too busy to time 1 of 234 ops: ...
 """
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
+from lowtide.folding import print_line
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
 logger = logging.getLogger("lowtide")
 stages = logging.getLogger("lowtide.stages")
+SENDER = "lowtide: "
 
 
 def say(line: str) -> None:
     """Say one line about a result.
 
     A handler of the root logger that shows warnings alone, as notebooks have, does not swallow the line: only
-    the level of lowtide's own logger does.
+    the level of lowtide's own logger does. Of several processes (torchrun), the first writes to stderr.
     """
     is_silenced = logger.level > logging.INFO or logging.root.manager.disable >= logging.INFO
-    if logger.hasHandlers() and logger.isEnabledFor(logging.INFO):
+    if _is_handled() and logger.isEnabledFor(logging.INFO):
         logger.info(line)
-    elif not is_silenced:
-        print(f"lowtide: {line}", file=sys.stderr)
+    elif not is_silenced and is_first_process():
+        print_line(line, to=sys.stderr, start=SENDER)
+
+
+def is_first_process() -> bool:
+    """Whether this process speaks for all of its group."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class _LastResort(logging.Handler):
+    """Writes warnings to stderr where the program has no handler, as `logging.lastResort` does, and names the
+    sender."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _is_handled():
+            print_line(self.format(record), to=sys.stderr, start=SENDER)
+
+
+def _is_handled() -> bool:
+    """Whether a handler of the program gets what lowtide logs."""
+    at: logging.Logger | None = logger
+    while at is not None:
+        if any(not isinstance(handler, _LastResort) for handler in at.handlers):
+            return True
+        at = at.parent if at.propagate else None
+    return False
+
+
+if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
+    logger.addHandler(_LastResort(logging.WARNING))
 
 
 def stage(

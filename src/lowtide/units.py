@@ -1,4 +1,4 @@
-"""Bytes as readable text. Imports nothing, so that errors can use it."""
+"""Bytes and seconds as readable text. Imports nothing, so that errors can use it."""
 
 
 def format_size(nbytes: int) -> str:
@@ -22,3 +22,12 @@ def round_up_size(nbytes: int) -> str:
         if nbytes >= 100 * factor:
             return f"{-(-nbytes // factor)}{unit}"
     return str(nbytes)
+
+
+def format_seconds(seconds: float) -> str:
+    """`1.52 s`, `23.1 ms`, `392 µs`."""
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"
+    return f"{seconds * 1e6:.{0 if seconds >= 1e-5 else 1}f} µs"

@@ -78,6 +78,11 @@ def test_a_budget_that_cannot_be_met_ends_the_script_before_its_first_step(folde
     refused = run("-m", "lowtide", "launch", "train.py", "--budget", "20KiB", folder=folder)
     assert refused.returncode == 3 and "0x" not in refused.stdout
     assert "lowtide: error: cannot fit in 20.0 KiB" in refused.stderr and "Traceback" not in refused.stderr
+    assert (
+        "lowest reachable peak with\n" in refused.stderr
+        and " holds_outputs=False (in Python)\n" in refused.stderr
+    )
+    assert "nothing was planned" not in refused.stderr
 
 
 def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
@@ -85,6 +90,13 @@ def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
     failed = run("-m", "lowtide", "launch", "fails.py", "--budget", "1GiB", folder=folder)
     assert failed.returncode == 1 and failed.stdout == "begins\n"
     assert "ZeroDivisionError: its own" in failed.stderr and "lowtide: nothing was planned" in failed.stderr
+    assert "fails.py" in failed.stderr and "typer" not in failed.stderr and "runpy" not in failed.stderr
+
+
+def test_a_script_that_python_cannot_read_is_named_without_frames_of_this_command(folder):
+    (folder / "unread.py").write_text("print(\n")
+    failed = run("-m", "lowtide", "launch", "unread.py", folder=folder)
+    assert failed.returncode == 1 and 'unread.py", line 1' in failed.stderr and "typer" not in failed.stderr
 
 
 def test_running_out_of_memory_is_explained_below_the_scripts_own_error(folder):

@@ -9,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.cli.options import Offered, OutputOptions, command
+from lowtide.cli.command import Offered, OutputOptions, command
 from lowtide.cli.sources import StepOptions, offers
 from lowtide.cli.terminal import Terminal
 

@@ -158,7 +158,8 @@ def test_run_with_a_budget_that_cannot_be_met_leaves_the_profile(run_lowtide, tm
     wrote, report, error, *_, lever, command = stderr.splitlines()
     assert str(out / "profile.json") in wrote and report == f"report: {out / 'report.html'}"
     assert error.startswith("error: cannot fit in 1.0 KiB (1024 bytes)")
-    assert "no plan fits 1.0 KiB" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "no plan fits 1.0 KiB" in page and "Does not fit: " in page and "half the batch" in page
     code, stdout, _ = run_lowtide(*shlex.split(command.strip())[1:])
     assert code == 0 and "predicted peak" in stdout and (out / "plan.json").exists()
     words = shlex.split(lever.removeprefix("next: "), comments=True)

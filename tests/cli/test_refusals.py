@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from lowtide.cli.refusals import again, lever_to_type, target_command
-from lowtide.cli.terminal import Terminal, folded
+from lowtide.cli.terminal import Terminal
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts.levers import Lever
+from lowtide.folding import folded
 from lowtide.zoo.targets import TargetSpec
 
 

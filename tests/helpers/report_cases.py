@@ -62,7 +62,7 @@ def store_case() -> dict[str, Any]:
     planner = planner_for(step)
     lowest = planner.problem.once(offload_alone).entries[0]
     after = simulate(step, lowest.runs)
-    solution = planner._solution("auto", after, lowest.peak_bytes)
+    solution = planner.solution_of("auto", after, lowest.peak_bytes)
     assert solution.offload is not None
     assert 0 < solution.offload.stall_seconds < solution.offload.transfer_seconds
     return {"step": step, "before": planner.baseline, "after": after, "solution": solution}

@@ -4,7 +4,9 @@ Exit codes: 0 done, 1 error, 2 usage, 3 does not fit, 4 results differ, 130 inte
 Commands import torch only when they need it.
 
 - `app`: the command `lowtide` and its subcommands
-- `options`: the options that commands share, and the decorator `command`
+- `command`: the decorator `command`, and the options of all commands
+- `options`: the options that several commands share
+- `option_values`: their checks and completions
 - `terminal`: one command's stdout and stderr, and its tables
 - `exit_codes`: exit codes, and errors as a line and as data
 - `help_texts`: examples of every command, and switches without a type

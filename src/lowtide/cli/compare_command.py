@@ -10,19 +10,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.command import OutputOptions, command
 from lowtide.cli.exit_codes import Exit, UsageError
-from lowtide.cli.options import (
-    BatchSize,
-    Executor,
-    ExecutorName,
-    OutputOptions,
-    Planners,
-    TargetText,
-    TimedRuns,
-    command,
-    live_budgets,
-    several,
-)
+from lowtide.cli.option_values import live_budgets, several
+from lowtide.cli.options import BatchSize, Executor, ExecutorName, Planners, TargetText, TimedRuns
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target, title_of
 from lowtide.cli.terminal import Terminal, table
 from lowtide.facts.sizes import step_budget

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtide.cli.options import Force, command
+from lowtide.cli.command import command
+from lowtide.cli.options import Force
 from lowtide.cli.terminal import Dotted, Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.facts.serial import SOLUTION_FORMAT, STEP_FORMAT, load_json

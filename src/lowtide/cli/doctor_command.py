@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from lowtide import __version__
+from lowtide.cli.command import command
 from lowtide.cli.exit_codes import Exit, one_line
-from lowtide.cli.options import command
 from lowtide.cli.terminal import Terminal
 from lowtide.experiments import machine as machine_checks
 from lowtide.report.style import added, percent, size

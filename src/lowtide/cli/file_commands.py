@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from lowtide.cli.options import Force, command
+from lowtide.cli.command import command
+from lowtide.cli.options import Force
 from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError
 from lowtide.report.style import size

@@ -8,8 +8,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.command import command
 from lowtide.cli.exit_codes import Exit, UsageError
-from lowtide.cli.options import OptionalBatchSize, TargetText, bytes_budgets, command
+from lowtide.cli.option_values import bytes_budgets
+from lowtide.cli.options import OptionalBatchSize, TargetText
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
 from lowtide.cli.terminal import Terminal, table
 from lowtide.report.style import UNKNOWN, duration, percent, size

@@ -7,27 +7,31 @@ Options of `launch` stand before the script, or right behind it; the rest is the
     torchrun --nproc-per-node 2 -m lowtide launch train.py --budget 8GiB
 """
 
-import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lowtide.cli.exit_codes import Exit, exit_code, one_line
+from lowtide.cli.exit_codes import Exit, UsageError, exit_code
 from lowtide.cli.help_texts import PlainCommand
+from lowtide.cli.option_values import optional_size
 from lowtide.cli.options import (
     Budget,
     Executor,
     ExecutorName,
     Offload,
+    OffloadWhat,
     Planner,
+    Rounds,
     StepInBackward,
-    optional_size,
 )
+from lowtide.cli.terminal import Terminal
 from lowtide.errors import LowtideError
+from lowtide.stage_log import SENDER, is_first_process, say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,6 +104,8 @@ def launch(
     reserve: Reserve = "",
     step_in_backward: StepInBackward = False,
     offload: Offload = "",
+    offload_what: OffloadWhat = "activations",
+    rounds: Rounds = "",
     executor: Executor = ExecutorName.EAGER,
 ) -> None:
     """Train an unmodified script inside a budget: the first model that trains is planned at its first batch.
@@ -113,8 +119,9 @@ def launch(
     Under torchrun: torchrun --nproc-per-node 2 -m lowtide launch train.py --budget 8GiB
     """
     script, *arguments = words
+    terminal = Terminal(sender=SENDER)
     if not is_module and not Path(script).is_file():
-        _say(f"error: there is no file {script}: name a script, or a module with -m")
+        terminal.fail(UsageError(f"there is no file {script}: name a script, or a module with -m"))
         raise typer.Exit(Exit.USAGE)
     options = {
         "budget": budget,
@@ -123,6 +130,8 @@ def launch(
         "reserve": reserve,
         "step_in_backward": step_in_backward,
         "offload": offload,
+        "offload_what": offload_what,
+        "rounds": rounds,
         "executor": executor.value,
     }
     from lowtide.integrations.first_trained import first_trained
@@ -136,15 +145,18 @@ def launch(
                 runpy.run_module(script, run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(script, run_name="__main__")
-    except Exception as error:
-        if error is not launched.refusal:
-            launched.explain(error)
-            raise
-        _say(f"error: {one_line(error)}")
-        raise typer.Exit(exit_code(error)) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if error is launched.refusal:
+            if is_first_process():
+                terminal.fail(error)
+            raise typer.Exit(exit_code(error)) from None
+        launched.explain(error)
+        frames = _of_script(error.__traceback__)
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        raise typer.Exit(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.ERROR) from None
     finally:
         if launched.model is None:
-            _say("nothing was planned: no model was called with gradients whose parameters an optimizer has")
+            say("nothing was planned: no model was called with gradients whose parameters an optimizer has")
 
 
 class Launched:
@@ -164,7 +176,7 @@ class Launched:
         self.explain = explainer(found.module, found.optimizers)
         self.model, name = found.module, type(found.module).__name__
         if plan_of(found.module) is not None:
-            _say(f"not planned: {name}, which the script itself gave a plan")
+            say(f"not planned: {name}, which the script itself gave a plan")
             return
         try:
             checkpoint(found.module, found.call, optimizer=found.optimizers, **self.options)
@@ -172,19 +184,28 @@ class Launched:
             self.refusal = error
             raise
         if found.num_outside:
-            _say(
+            say(
                 f"not planned: {found.num_outside} parameters of {_kinds(found.optimizers)} besides {name}, "
                 "whose bytes the budget leaves out (--reserve counts them)"
             )
         if found.others:
-            _say(f"not planned: what {_kinds(found.others)} trains; only the first trained model is planned")
+            say(f"not planned: what {_kinds(found.others)} trains; only the first trained model is planned")
 
 
 def _kinds(optimizers: "Sequence[Optimizer]") -> str:
     return " and ".join(type(optimizer).__name__ for optimizer in optimizers)
 
 
-def _say(line: str) -> None:
-    """One line on stderr, of one process where there are several."""
-    if os.environ.get("RANK", "0") == "0":
-        print(f"lowtide: {line}", file=sys.stderr)
+def _of_script(frames: TracebackType | None) -> TracebackType | None:
+    """The traceback from the script's first frame on, without those of this command and of `runpy`.
+
+    None where the script did not begin, as after a `SyntaxError`.
+    """
+    at, is_inside, of_runpy = frames, False, runpy.run_path.__code__.co_filename
+    while at is not None:
+        is_runpy = at.tb_frame.f_code.co_filename == of_runpy
+        if is_inside and not is_runpy:
+            return at
+        is_inside = is_inside or is_runpy
+        at = at.tb_next
+    return None if is_inside else frames

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.cli.tables import outcome_data
 from lowtide.cli.terminal import Terminal
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts.files import write_atomic
 from lowtide.facts.gpus import ESTIMATED, gpu_behind
 from lowtide.facts.serial import (
@@ -26,6 +26,8 @@ from lowtide.facts.serial import (
     step_to_dict,
 )
 from lowtide.facts.sizes import parse_budget
+from lowtide.planning.activations import activations
+from lowtide.planning.schedules import eager_timeline
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
 from lowtide.profiles import Profile
@@ -180,10 +182,11 @@ def write_plan(folder: Path, *, spec: TargetSpec | None, plan: Plan) -> list[Pat
     return [folder / PLAN, *plan.to_csv(folder)]
 
 
-def write_refusal(folder: Path, *, profile: Profile, name: str, budget_bytes: int) -> list[Path]:
-    """The report of a step for which no plan fits."""
+def write_refusal(folder: Path, *, profile: Profile, name: str, refusal: BudgetTooSmall) -> list[Path]:
+    """The report of a step for which no plan fits: what would."""
     page = render_report(
-        title=f"{name}: no plan fits {format_size(budget_bytes)}",
+        title=f"{name}: no plan fits {format_size(refusal.budget_bytes)}",
+        refusal=refusal,
         environment=environment(profile.step.device),
         step=profile.step,
         before=profile.timeline,
@@ -197,6 +200,8 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
     from lowtide.experiments.measured import curves_of, point_of
 
     step, before = profile.step, profile.timeline
+    if plan.rounds and plan.step is not None:  # other ops, which the pictures show both times
+        step, before = plan.step, eager_timeline(plan.step)
     after = simulate(step, plan.solution.schedule.runs)
     plans, without_offload = curves_of(profile, points=CURVE_POINTS)
     curve = [point_of(plan) for plan in plans]
@@ -212,7 +217,7 @@ def write_results(folder: Path, *, profile: Profile, plan: Plan, outcome: "Outco
         "step": step,
         "before": before,
         "after": after,
-        "activations": profile.activations,
+        "activations": activations(step) if plan.rounds else profile.activations,
         "tradeoff": curve,
         "without_offload": without_offload,
     }

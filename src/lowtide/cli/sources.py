@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowtide.cli.command import Offered
 from lowtide.cli.exit_codes import UsageError
 from lowtide.cli.options import (
     Device,
@@ -12,12 +13,13 @@ from lowtide.cli.options import (
     MemoryLimit,
     Mode,
     NoCache,
-    Offered,
     Offload,
+    OffloadWhat,
     On,
     Optimizer,
     ProfileMode,
     Ranks,
+    Rounds,
     Seed,
     SequenceLength,
     Shard,
@@ -48,6 +50,8 @@ class StepOptions:
 
     step_in_backward: StepInBackward = False
     offload: Offload = ""
+    offload_what: OffloadWhat = "activations"
+    rounds: Rounds = ""
     swap: Swap = ""
     ranks: Ranks = None
     shard: Shard = ShardKind.FSDP2
@@ -90,7 +94,7 @@ class StepOptions:
 def offers(*names: str) -> Offered:
     """Options of the first block, and `names` of the second."""
     always = ("image_size", "sequence_length", "optimizer", "seed", "on", "memory_limit", "no_cache")
-    return Offered((*always, *names, *(("swap",) if "offload" in names else ())))
+    return Offered((*always, *names, *(("offload_what", "swap") if "offload" in names else ())))
 
 
 def profile_target(
@@ -153,6 +157,8 @@ def _profile_target(spec: TargetSpec, terminal: Terminal, step: StepOptions) -> 
             cache=not step.no_cache,
             step_in_backward=step.step_in_backward,
             offload=offload,
+            offload_what=step.offload_what,
+            rounds=step.rounds,
             ranks=step.ranks,
             shard=step.shard,
             device=step.device,

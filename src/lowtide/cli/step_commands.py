@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from lowtide.cli.command import OutputOptions, command
 from lowtide.cli.exit_codes import UsageError
 from lowtide.cli.options import (
     BatchSize,
@@ -22,13 +23,11 @@ from lowtide.cli.options import (
     ExecutorName,
     On,
     OptionalBatchSize,
-    OutputOptions,
     Planner,
     RunFolder,
     Source,
     TargetText,
     TimedPairs,
-    command,
 )
 from lowtide.cli.refusals import again, remedies, target_command
 from lowtide.cli.sources import (
@@ -87,7 +86,7 @@ def plan(
     budget: Budget,
     planner: Planner = "auto",
     batch_size: OptionalBatchSize = None,
-    step: Annotated[StepOptions, offers("ranks", "shard", "device", "step_in_backward", "offload")],
+    step: Annotated[StepOptions, offers("ranks", "shard", "device", "step_in_backward", "offload", "rounds")],
     executor: Executor = ExecutorName.EAGER,
     output: OutputOptions,
 ) -> None:
@@ -195,7 +194,7 @@ def run(
     batch_size: BatchSize,
     budget: Budget,
     planner: Planner = "auto",
-    step: Annotated[StepOptions, offers("step_in_backward", "offload")],
+    step: Annotated[StepOptions, offers("step_in_backward", "offload", "rounds")],
     executor: Executor = ExecutorName.EAGER,
     timed_runs: TimedPairs = None,
     output: RunOutput,
@@ -224,7 +223,7 @@ def run(
         with terminal.working("planning"), remedies(terminal, sys.argv, folder=out):
             plan = profile.plan(budget, planner=planner, executor=executor)
     except BudgetTooSmall as error:
-        written += files.write_refusal(out, profile=profile, name=name, budget_bytes=error.budget_bytes)
+        written += files.write_refusal(out, profile=profile, name=name, refusal=error)
         terminal.note(f"wrote {', '.join(map(str, written))}; there is no plan")
         terminal.note(f"report: {out / files.REPORT}")
         lowest = round_up_size(error.floor_bytes) + (f" {error.of}" if error.of else "")

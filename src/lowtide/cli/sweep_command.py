@@ -10,8 +10,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.command import OutputOptions, command
 from lowtide.cli.exit_codes import Exit
-from lowtide.cli.options import LiveBudget, OutputOptions, Planner, TargetText, TimedRuns, command
+from lowtide.cli.options import LiveBudget, Planner, TargetText, TimedRuns
 from lowtide.cli.sources import StepOptions, offers, on_device, profile_target
 from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import LowtideError

@@ -106,6 +106,7 @@ def plan_summary(solution: Solution, *, name: str) -> dict[str, Any]:
         "peak_node": solution.peak_node,
         "baseline_peak_bytes": solution.baseline_peak_bytes,
         "floor_bytes": solution.floor_bytes,
+        "rounds": list(solution.rounds),
         "floor_bound_bytes": solution.floor_bound_bytes,
         "lower_bound_seconds": solution.lower_bound_seconds,
         "gap": solution.gap,
@@ -128,6 +129,11 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
         ("predicted peak", size(solution.peak_bytes), f"{percent(saved)}, at '{solution.peak_node}'"),
         *_reserved(solution),
         ("baseline peak", size(solution.baseline_peak_bytes), ""),
+        *(
+            [("rounds", ",".join(solution.rounds), "not equal to eager to the last bit")]
+            if solution.rounds
+            else []
+        ),
         *_floor(solution),
         (
             "recompute" if solution.offload is None else "time added",
@@ -144,9 +150,9 @@ def plan_tables(solution: Solution, *, name: str) -> list[RenderableType]:
     ]
     head = table(f"Plan for {name} ({solution.planner})", ("", ">", ""), figures)
     tables: list[RenderableType] = [head, *_modules(solution)]
-    columns = ("name", "bytes>", "time>", "module", "why")
-    for action, found in (("recomputed", recomputed), ("offloaded", offloaded)):
+    for action, last, found in (("recomputed", "how", recomputed), ("offloaded", "why", offloaded)):
         if found:
+            columns = ("name", "bytes>", "time>", "module", last)
             title = f"Largest activations that are {action} ({min(NUM_LARGEST, len(found))} of {len(found)})"
             tables.append(table(title, columns, [_decision(d) for d in found[:NUM_LARGEST]]))
     return [*tables, *(Text(f"note: {note}") for note in solution.notes)]
@@ -277,7 +283,8 @@ def _decision(decision: Decision) -> tuple[object, ...]:
         size(decision.nbytes),
         duration(decision.seconds),
         Dotted(decision.module or "–"),
-        decision.reason,
+        # bytes and time are columns of their own
+        decision.reason.partition(": ")[2] if decision.action is Action.RECOMPUTE else decision.reason,
     )
 
 

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import sys
-import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -29,6 +28,7 @@ from lowtide import display
 from lowtide.cli.exit_codes import error_data, exit_code, one_line
 from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError
 from lowtide.facts.levers import lever_lines
+from lowtide.folding import folded
 
 
 class Dotted:
@@ -70,28 +70,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     return result
 
 
-def folded(text: str, width: int, *, start: str = "", is_command: bool = False) -> list[str]:
-    """Text as lines of at most `width` columns in which no word is broken; a longer word has its own line.
-
-    A command goes on after a backslash, so that all lines can be pasted; a comment behind a long one comes
-    first. A text that begins with a space is laid out already.
-    """
-    if len(start) + len(text) <= width or text.startswith(" "):
-        return [start + text]
-    rest, lines = " " * len(start), []
-    if is_command and (comment := text.partition("   # ")[2]):
-        lines, text, start = [f"{start}# {comment}"], text.partition("   # ")[0], rest
-    wrapped = textwrap.wrap(
-        text,
-        width - 2 * is_command,
-        initial_indent=start,
-        subsequent_indent=rest + "    " * is_command,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return lines + (" \\\n".join(wrapped).split("\n") if is_command else wrapped)
-
-
 def claim_folder(folder: Path | None, names: Sequence[str], *, force: bool) -> Path | None:
     """The output folder, made if missing; an error where files exist, unless `force`.
 
@@ -131,7 +109,8 @@ def _stderr() -> Console:
 class Terminal:
     """`as_json`: one JSON value on stdout instead of tables. `quiet`: nothing on stderr but errors.
 
-    `after_failure` are commands to type next if the command fails.
+    `after_failure` are commands to type next if the command fails. `sender` begins the line of an error,
+    where a script writes to the same terminal.
     """
 
     as_json: bool = False
@@ -139,6 +118,7 @@ class Terminal:
     verbose: int = 0
     out: Console = field(default_factory=_stdout)
     err: Console = field(default_factory=_stderr)
+    sender: str = ""
     after_failure: list[str] = field(default_factory=list)
     logged: set[str] = field(default_factory=set)
     shown: set[str] = field(default_factory=set)
@@ -170,7 +150,7 @@ class Terminal:
         """One line on stderr about an error, after a refusal one more for each lever; with `--json` also the
         error as the command's one value."""
         prefix = "" if isinstance(error, KeyboardInterrupt) else "error: "
-        self.say(f"{prefix}{one_line(error)}")
+        self.say(f"{self.sender}{prefix}{one_line(error)}")
         if isinstance(error, BudgetTooSmall) and error.levers:
             for line in lever_lines(error.levers, budget_bytes=error.budget_bytes, as_options=True):
                 self.say(line)

@@ -7,16 +7,10 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
+from lowtide.cli.command import OutputOptions, command
 from lowtide.cli.exit_codes import Exit
-from lowtide.cli.options import (
-    OptionalBatchSize,
-    OutputOptions,
-    Planners,
-    Source,
-    TimedRuns,
-    command,
-    several,
-)
+from lowtide.cli.option_values import several
+from lowtide.cli.options import OptionalBatchSize, Planners, Source, TimedRuns
 from lowtide.cli.sources import StepOptions, offers, open_source
 from lowtide.cli.terminal import Terminal, table
 from lowtide.errors import TargetError

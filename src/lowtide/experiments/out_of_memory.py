@@ -248,7 +248,10 @@ def _of_plan(plan: Plan, available_bytes: int) -> str:
     )
     if plan.peak_bytes > available_bytes:
         return f'{said} Plan with budget="{available_bytes >> 20}MiB".'
-    return f"{said} What is live besides the step takes the memory: reserve= counts it in the budget."
+    return (
+        f"{said} What is live besides the step takes the memory: reserve= (--reserve) "
+        "counts it in the budget."
+    )
 
 
 def _largest_batch(step: MemoryOfStep, batch: Arguments, available_bytes: int) -> str:

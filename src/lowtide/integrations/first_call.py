@@ -4,14 +4,14 @@ Nothing is drawn from a data loader, and no random state moves. Calls without gr
 evaluation before the first step, run as they are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowtide.errors import LowtideError
-from lowtide.facts.plan import offload_text, parse_offload
+from lowtide.facts.plan import offload_text, parse_offload, parse_offload_what
 from lowtide.facts.sizes import check_budget, parse_size
 from lowtide.runtime.executor import executor_named
 from lowtide.runtime.runner import remove
@@ -61,6 +61,11 @@ def checked_offload(offload: str, swap: str) -> str:
     """Where to offload to, if anywhere; refused at once where it cannot be read."""
     text = offload_text(offload, swap)
     return str(parse_offload(text)) if text else ""
+
+
+def checked_offload_what(words: str | Iterable[str], *, offload: str) -> tuple[str, ...]:
+    """What may wait there; refused at once where it cannot be read."""
+    return parse_offload_what(words, offload=offload) or ("activations",)
 
 
 def checked_reserve(reserve: str | int) -> int:

@@ -18,6 +18,7 @@ from lowtide.plans import Plan
 from lowtide.runtime.runner import runner_of
 from lowtide.stage_log import say
 from lowtide.torch_compat.dispatch import FakeTensor, has_storage, storage_key
+from lowtide.torch_compat.python_tensors import python_tensors
 from lowtide.trace.model_call import tensors_in
 from lowtide.trace.step_device import device_of
 from lowtide.units import size_and_bytes
@@ -48,8 +49,9 @@ def held_besides(module: nn.Module, batch: Any, optimizers: Sequence[torch.optim
     state = [list(optimizer.state.values()) for optimizer in optimizers]
     own = [*parameters, *module.buffers(), *(p.grad for p in parameters if p.grad is not None)]
     known = _sizes(device, [*own, *tensors_in((batch, state))])
+    gc.collect()  # a trainer of before is garbage in cycles
     others: dict[int, tuple[int, str]] = {
-        key: found for key, found in _sizes(device, _all_tensors()).items() if key not in known
+        key: found for key, found in _sizes(device, python_tensors(device)).items() if key not in known
     }
     nbytes = sum(size for size, _ in others.values())
     if device != CPU:
@@ -57,12 +59,6 @@ def held_besides(module: nn.Module, batch: Any, optimizers: Sequence[torch.optim
         nbytes = max(0, counted)
     largest = dict.fromkeys(words for _, words in sorted(others.values(), reverse=True))
     return Besides(nbytes, tuple(largest)[:3], device == CPU)
-
-
-def _all_tensors() -> Iterable[Tensor]:
-    gc.collect()  # a trainer of before is garbage in cycles
-    # the type alone: an object's __class__ may be code of the user's
-    return [value for value in gc.get_objects() if issubclass(type(value), Tensor)]
 
 
 def _sizes(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, tuple[int, str]]:

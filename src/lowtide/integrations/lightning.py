@@ -11,18 +11,20 @@ without it.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowtide.api import checkpoint
 from lowtide.errors import BudgetTooSmall, LowtideError, RankError
+from lowtide.facts.plan import parse_rounds
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
     checked_executor,
     checked_offload,
+    checked_offload_what,
     checked_reserve,
     no_longer_await,
 )
@@ -61,6 +63,9 @@ class Lowtide(Callback):
             LightningModule has besides the network counts anyway. Without it, what the process holds besides
             is said, and counts on an accelerator.
         offload: `"disk:FOLDER"` or `"host"`: activations may also wait there.
+        offload_what: What may wait there, one or several of `"activations"`, `"state"`, `"frozen"` and
+            `"parameters"`, as for `lowtide.profile`.
+        rounds: `"head"`: what may run with other bits than eager's, as for `lowtide.profile`.
         swap: The earlier name of `offload`.
         executor: `"inductor"`: what is planned is compiled by Inductor.
         log_peak: The measured peak is logged beside the loss, to the Trainer's own loggers. `False` leaves
@@ -75,6 +80,8 @@ class Lowtide(Callback):
         holds_outputs: bool | None = None,
         reserve: str | int = 0,
         offload: str = "",
+        offload_what: str | Iterable[str] = ("activations",),
+        rounds: str | Iterable[str] = (),
         swap: str = "",
         executor: str = "eager",
         log_peak: bool = True,
@@ -84,6 +91,8 @@ class Lowtide(Callback):
         self.holds_outputs = holds_outputs
         self.reserve = checked_reserve(reserve)
         self.offload = checked_offload(offload, swap)
+        self.offload_what = checked_offload_what(offload_what, offload=self.offload)
+        self.rounds = parse_rounds(rounds)
         self.executor = checked_executor(executor)
         self.log_peak = log_peak
         self.plan: Plan | None = None
@@ -159,6 +168,8 @@ class Lowtide(Callback):
             "accumulate": trainer.accumulate_grad_batches > 1,
             "reserve": own_bytes + besides.counted_bytes(self.reserve, self.budget),
             "offload": self.offload,
+            "offload_what": self.offload_what,
+            "rounds": self.rounds,
             "executor": self.executor,
         }
         first = self.holds_outputs is None and not self._lets_go

@@ -9,6 +9,7 @@ gradients, and one line says what to expect. Losses and parameters are those of 
 """
 
 import inspect
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,13 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from lowtide.api import checkpoint
 from lowtide.errors import LowtideError
+from lowtide.facts.plan import parse_rounds
 from lowtide.integrations.first_call import (
     await_first_call,
     checked_budget,
     checked_executor,
     checked_offload,
+    checked_offload_what,
     checked_reserve,
     no_longer_await,
 )
@@ -53,6 +56,9 @@ class Lowtide(TrainerCallback):
         reserve: Bytes that are live besides the step, such as those of an averaged copy or a reference model.
             Without it, what the process holds besides is said, and counts on an accelerator.
         offload: `"disk:FOLDER"` or `"host"`: activations may also wait there.
+        offload_what: What may wait there, one or several of `"activations"`, `"state"`, `"frozen"` and
+            `"parameters"`, as for `lowtide.profile`.
+        rounds: `"head"`: what may run with other bits than eager's, as for `lowtide.profile`.
         swap: The earlier name of `offload`.
         executor: `"inductor"`: what is planned is compiled by Inductor.
         log_peak: The peak that was measured since the last logging stands beside the loss, and reaches
@@ -67,6 +73,8 @@ class Lowtide(TrainerCallback):
         holds_outputs: bool = False,
         reserve: str | int = 0,
         offload: str = "",
+        offload_what: str | Iterable[str] = ("activations",),
+        rounds: str | Iterable[str] = (),
         swap: str = "",
         executor: str = "eager",
         log_peak: bool = True,
@@ -76,6 +84,8 @@ class Lowtide(TrainerCallback):
         self.holds_outputs = holds_outputs
         self.reserve = checked_reserve(reserve)
         self.offload = checked_offload(offload, swap)
+        self.offload_what = checked_offload_what(offload_what, offload=self.offload)
+        self.rounds = parse_rounds(rounds)
         self.executor = checked_executor(executor)
         self.log_peak = log_peak
         self.plan: Plan | None = None
@@ -107,6 +117,8 @@ class Lowtide(TrainerCallback):
                 accumulate=args.gradient_accumulation_steps > 1,
                 holds_outputs=self.holds_outputs,
                 offload=self.offload,
+                offload_what=self.offload_what,
+                rounds=self.rounds,
                 executor=self.executor,
             )
             self.plan = plan_of(module)

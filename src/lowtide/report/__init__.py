@@ -5,6 +5,7 @@ Nothing here imports torch: a report can be made on another machine than the one
 - `results`: records of measurements and of their environment, for any command
 - `style`: labels, colours and numbers; figures for plots
 - `times`: the time of a step by op and module; transfers to a store and back
+- `resting`: what rests on a store between its uses, and the traffic of a step
 - `module_summary`: by module, what a plan keeps, packs, recomputes and offloads
 - `live_tensors`: the live ranges of all tensors, packed
 - `explanation`: what a plan does with one activation, and the graph around it

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Action, Solution
+from lowtide.facts.levers import as_typed
+from lowtide.report.resting import hidden_text, resting_text, traffic_text
 from lowtide.report.results import CompareRow, Measurement, Results, SweepRow, SweepStatus, TradeoffPoint
 from lowtide.report.style import (
     NOT_BY_RECOMPUTING,
@@ -41,6 +44,22 @@ class Tile:
 def unfinished_verdict(missing: str) -> Verdict:
     why = "The command is still running, or was stopped before its end."
     return Verdict(tone="warn", headline=f"Unfinished: {missing}", why=why)
+
+
+def refused_verdict(error: BudgetTooSmall) -> Verdict:
+    """The budget was refused: the lowest reachable peak, and what sets it."""
+    headline = (
+        f"Does not fit: {size(error.floor_bytes)} at the least, for a budget of {size(error.budget_bytes)}"
+    )
+    return Verdict(tone="bad", headline=headline, why=str(error))
+
+
+def lever_rows(error: BudgetTooSmall) -> list[tuple[str, str, str]]:
+    """Of each lever: the options to add, the lowest reachable peak with it, and whether that fits."""
+    return [
+        (" ".join(as_typed(lever)), lever.floor, "yes" if lever.floor_bytes <= error.budget_bytes else "no")
+        for lever in error.levers
+    ]
 
 
 def plan_verdict(solution: Solution, measurement: Measurement | None) -> Verdict:
@@ -122,7 +141,7 @@ def plan_tiles(solution: Solution, measurement: Measurement | None) -> list[Tile
             f"in {duration(solution.recompute_seconds - _stalls(solution))}, {how_good(solution.gap)}",
         ),
     ]
-    return [*tiles, *_offloaded(solution), _exactness(measurement)]
+    return [*tiles, *_offloaded(solution), *_resting(solution), _exactness(measurement)]
 
 
 FREE = 0.001
@@ -159,14 +178,31 @@ def _offloaded(solution: Solution) -> list[Tile]:
     if offload is None or not offload.store_bytes:
         return []
     away = [d for d in solution.decisions if d.action is Action.OFFLOAD]
+    if not away and solution.resting:
+        return []
+    away_bytes = offload.store_bytes - offload.resting_bytes
     hidden = 1 - offload.stall_seconds / offload.transfer_seconds if offload.transfer_seconds else 1.0
     return [
         Tile(
             label="Offloaded",
             value=f"{len(away)} of {len(solution.decisions)}",
-            note=f"activations, {size(offload.store_bytes)} to {offload.transfer_speed.store} and back in "
+            note=f"activations, {size(away_bytes)} to {offload.transfer_speed.store} and back in "
             f"{duration(offload.transfer_seconds)}, {100 * max(0.0, hidden):.0f} % of it hidden behind the "
             "compute (simulated)",
+        )
+    ]
+
+
+def _resting(solution: Solution) -> list[Tile]:
+    """What is on the store between the steps too."""
+    if not solution.resting or solution.offload is None:
+        return []
+    parts = (resting_text(solution), traffic_text(solution), hidden_text(solution))
+    return [
+        Tile(
+            label="On the store all along",
+            value=size(solution.offload.resting_bytes),
+            note=", ".join(filter(None, parts)),
         )
     ]
 
@@ -185,6 +221,8 @@ def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
 
 
 def _exactness(measurement: Measurement | None) -> Tile:
+    if measurement is not None and measurement.exact is None and measurement.rounding:
+        return Tile(label="Results", value="not exact: rounds", note=measurement.rounding, tone="warn")
     if measurement is None or measurement.exact is None:
         return Tile(label="Results", value="not compared", note="lowtide verify compares", tone="warn")
     if measurement.exact and measurement.eager_differences:

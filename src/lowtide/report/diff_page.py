@@ -24,8 +24,8 @@ _SCRIPTS = ("theme.js", "decode.js", "diff.js")
 def render_diff(a: ComparedRun, b: ComparedRun, *, environment: Environment) -> str:
     """One self-contained page; a chart only where a profile is there to simulate from."""
     lines = [line for letter, run in (("A", a), ("B", b)) for line in _lines(letter, run)]
-    same = a.step is not None and b.step is not None and a.step == b.step
-    if same:
+    baselines = [{**line, "label": "", "run": ""} for line in lines if not line["is_plan"]]
+    if baselines[1:] == baselines[:1]:
         lines = [line for line in lines if line["label"] != "B, baseline"]
     budgets = [run.solution.budget_bytes for run in (a, b) if run.solution]
     return render_page(

@@ -7,14 +7,17 @@ page's own policy runs only the scripts shipped here.
 from collections.abc import Sequence
 from typing import Any
 
+from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Action, Activation, Decision, Region, Solution, Step
 from lowtide.planning.simulate import Timeline
 from lowtide.report import style, times
 from lowtide.report.answer import (
     compare_verdict,
     free_text,
+    lever_rows,
     plan_tiles,
     plan_verdict,
+    refused_verdict,
     sweep_verdict,
     unfinished_verdict,
 )
@@ -52,6 +55,7 @@ def render_report(
     step_seconds: float | None = None,
     notes: Sequence[str] = (),
     unfinished: str = "",
+    refusal: BudgetTooSmall | None = None,
     plan_file: str = "",
 ) -> str:
     """The page for the given data; a section without data is left out.
@@ -60,7 +64,8 @@ def render_report(
     give the sizes of the activations in `tradeoff`; a solution's decisions serve as well.
     `without_offload` is the curve of the same step without its store.
     `step_seconds` is only needed for a trade-off curve without `step` and `solution`. `unfinished` says
-    what is missing on a page that is written before the end of the work. `plan_file` is the plan's own file,
+    what is missing on a page that is written before the end of the work. `refusal` is of a budget that no
+    plan meets. `plan_file` is the plan's own file,
     for the lines that apply it.
     """
     baseline_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
@@ -80,6 +85,8 @@ def render_report(
     if step is not None and before is not None and solution:
         data["around"] = pack_around(step, solution.schedule.runs, decisions)
     verdicts = [unfinished_verdict(unfinished)] if unfinished else []
+    if refusal is not None:
+        verdicts.append(refused_verdict(refusal))
     if solution:
         verdicts.append(plan_verdict(solution, measurement))
     if sweep:
@@ -95,6 +102,7 @@ def render_report(
         environment=environment,
         data=script_json(data),
         verdicts=verdicts,
+        levers=[] if refusal is None else lever_rows(refusal),
         tiles=plan_tiles(solution, measurement) if solution else [],
         solution=solution,
         measurement=measurement,

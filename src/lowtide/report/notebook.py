@@ -13,6 +13,7 @@ from lowtide.facts import Action, Kind, Solution, Step
 from lowtide.planning.simulate import Bytes, Timeline
 from lowtide.report import style
 from lowtide.report.module_summary import module_lines
+from lowtide.report.resting import resting_lines
 from lowtide.report.style import LABELS, STACK, duration, how_good, percent, reserved_text, size
 
 Rows = list[tuple[str, str]]
@@ -42,7 +43,13 @@ def plan_rows(solution: Solution) -> Rows:
             f"{duration(solution.recompute_seconds)} ({percent(solution.overhead)}), "
             f"{how_good(solution.gap)}",
         ),
+        *(
+            [("rounds", f"{', '.join(solution.rounds)}: not equal to eager to the last bit")]
+            if solution.rounds
+            else []
+        ),
         ("activations", counts or "none"),
+        *(("resting", line) for line in resting_lines(solution)),
         *(("by module" if not i else "", line) for i, line in enumerate(module_lines(solution.decisions))),
         *(("note", note) for note in solution.notes),
     ]

@@ -42,6 +42,7 @@ def _environment() -> JinjaEnvironment:
     environment.filters.update(
         added=style.added,
         breakable=style.breakable,
+        breakable_path=style.breakable_path,
         duration=style.duration,
         noisy=style.is_noisy,
         percent=style.percent,

@@ -74,6 +74,8 @@ class Measurement:
     compared. `differences` name the tensors that differ. `recompute_exact`: results equal those of the
     captured graph without recompute, so the plan does not cause the differences. `eager_differences`: where
     eager differs from itself, which is not the plan's. `notes` say where peaks disagree, and why.
+    `rounding`: how far the results of a plan that rounds are from eager; `exact` is None then, unless more
+    than rounding differs.
     """
 
     baseline: StepMeasurement
@@ -85,6 +87,7 @@ class Measurement:
     eager_differences: tuple[str, ...] = ()
     method: str = ""
     notes: tuple[str, ...] = ()
+    rounding: str = ""
 
     @property
     def overhead(self) -> float | None:

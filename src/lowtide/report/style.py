@@ -17,6 +17,7 @@ from markupsafe import Markup
 from lowtide.errors import LowtideError
 from lowtide.facts import Kind, Region, ReservedBytes
 from lowtide.facts.files import write_atomic
+from lowtide.units import format_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,6 +93,11 @@ def breakable(name: str) -> Markup:
     return Markup(".<wbr>").join(name.split("."))
 
 
+def breakable_path(text: str) -> Markup:
+    """Text, escaped, whose paths may wrap after their slashes."""
+    return Markup("/<wbr>").join(text.split("/"))
+
+
 def short_source(source: str) -> str:
     """A source line without the folder of an installed package."""
     return re.sub(r"^.*/(?:site|dist)-packages/", "", source)
@@ -137,13 +143,7 @@ def added(share: float | None, noise: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return UNKNOWN
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f} ms"
-    return f"{seconds * 1e6:.{0 if seconds >= 1e-5 else 1}f} µs"
+    return UNKNOWN if seconds is None else format_seconds(seconds)
 
 
 INK, MUTED, GRID = "#17212b", "#5a6876", "#e4e8ed"

@@ -216,7 +216,9 @@ def _find_factory(where: str, factory_name: str) -> Callable[[int], Any]:
             for name, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
         ]
-        there = f"; there are {', '.join(functions)}" if functions else ""
+        there = f": define {factory_name}(batch_size), which returns (model, batch, optimizer, loss)"
+        if functions:
+            there = f"; there are {', '.join(functions)}"
         raise TargetError(f"no factory '{factory_name}' in {where}{there}")
     factory = getattr(module, factory_name)
     if not callable(factory):

@@ -102,7 +102,7 @@ addEventListener("DOMContentLoaded", () => {
     slider.value = String(index);
     const total = [...at.recomputed].reduce((sum, i) => sum + sizes[i], 0);
     const words = `${at === made ? "this plan, " : ""}plan ${index + 1} of ${points.length}: peak ${Format.bytes(at.peak)}, time ${Format.percent(at.overhead)}, ` +
-      `${at.recomputed.size} activations recomputed (${Format.bytes(total)})` +
+      `${at.recomputed.size} ${at.recomputed.size === 1 ? "activation" : "activations"} recomputed (${Format.bytes(total)})` +
       (at.offloaded.length ? `, ${at.offloaded.length} offloaded (${Format.bytes(at.offloaded.reduce((sum, i) => sum + sizes[i], 0))})` : "") +
       (at.least === null ? "" : `; no plan adds less than ${Format.percent(at.least)} (dashed, proven)`) +
       (at.measured ? `; measured ${Format.bytes(at.measured[0])}, ${Format.percent(at.measured[1])}` : "");
