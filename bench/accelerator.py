@@ -95,7 +95,7 @@ def transfers(name: str, device: torch.device, budget: str) -> list[str]:
     archive = planner.problem.once(offload_alone)
     entry = archive.best(budget_bytes) or min(archive.entries, key=lambda entry: entry.peak_bytes)
     timeline = simulate(planner.step, entry.runs)
-    solution = planner._solution("auto", timeline, max(budget_bytes, timeline.peak_bytes))
+    solution = planner.solution_of("auto", timeline, max(budget_bytes, timeline.peak_bytes))
     traffic = timeline.traffic
     if traffic is None or not traffic.store_bytes:
         return [name.replace("_", " "), _mib(timeline.peak_bytes), *["–"] * (len(TRANSFERS) - 2)]

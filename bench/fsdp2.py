@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import lowtide
 from lowtide.parallel.simulated_sharding import blocks_of
 from lowtide.runtime.apply import plan_of
-from lowtide.torch_compat.fsdp2 import local
+from lowtide.torch_compat.dispatch import local
 from lowtide.verification.measure_step import peak_above_start, static_bytes, train_step
 from lowtide.zoo.targets import Target, TargetSpec
 

@@ -109,14 +109,14 @@ def _step(target: Target, holds_outputs: bool) -> Callable[[], object]:
 def _waits() -> Iterator[list[float]]:
     """How long each transfer was waited for."""
     waits: list[float] = []
-    wait = disk_store._Transfer.wait
+    wait = disk_store.FileTransfer.wait
 
-    def timed(copy: disk_store._Transfer) -> None:
+    def timed(copy: disk_store.FileTransfer) -> None:
         begin = time.perf_counter()
         wait(copy)
         waits.append(time.perf_counter() - begin)
 
-    with mock.patch.object(disk_store._Transfer, "wait", timed):
+    with mock.patch.object(disk_store.FileTransfer, "wait", timed):
         yield waits
 
 

@@ -69,7 +69,7 @@ def row(spec: TargetSpec, *, mib_per_second: float, budget: str, folder: Path, s
             raise SystemExit(f"offloading alone does not meet {budget}")
         timeline = simulate(planner.step, entry.runs)
         plan = lowtide.Plan(
-            planner._solution("auto", timeline, budget_bytes), known=found.known, loop=found.loop
+            planner.solution_of("auto", timeline, budget_bytes), known=found.known, loop=found.loop
         )
         plan.apply(target.model)
         step = _step(target, plan.solution.holds_outputs)

@@ -22,9 +22,11 @@ def train(run: Run) -> None:
         device="cpu",
     )
     # the policy is called as `evaluate_actions`, past the module's own call: plan the network inside, and
-    # count Adam's state, and the parameters and gradients of the rest, as bytes that are there besides
+    # count Adam's state, the two temporaries of its step for the largest parameter, and the parameters and
+    # gradients of the rest, as bytes that are there besides
     network = agent.policy.mlp_extractor
     every, inside = (sum(p.nbytes for p in module.parameters()) for module in (agent.policy, network))
-    run.plan(network, torch.randn(64, 4), reserve=2 * every + 2 * (every - inside))
+    largest = max(p.nbytes for p in agent.policy.parameters())
+    run.plan(network, torch.randn(64, 4), reserve=2 * every + 2 * (every - inside) + 2 * largest)
     run.models.append(agent.policy)
     agent.learn(total_timesteps=64 * run.steps)
