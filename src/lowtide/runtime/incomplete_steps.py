@@ -142,7 +142,7 @@ def step_of(
     later_bytes: int = 0,
     is_whole: bool = True,
 ) -> Step:
-    """The facts of a step around one graph.
+    """The facts of a step around one graph, without what the loop keeps live besides (`context.beside`).
 
     The returned outputs and those with a gradient are as in `like`; without `like`, all of them. The reserve
     was found for the graph `planned`, and includes the optimizer's bytes, unless `optimizer` is given. Other
@@ -172,7 +172,7 @@ def step_of(
     besides = _besides(context.reserve, times, optimizer)
     state_bytes, loss_bytes = besides.optimizer_state_bytes + live_bytes, besides.loss_bytes + later_bytes
     besides = replace(besides, optimizer_state_bytes=state_bytes, loss_bytes=loss_bytes)
-    return context.beside.added_to(_with_reserve(step, besides), times)
+    return _with_reserve(step, besides)
 
 
 def _handed_over(segment: Segment, apart: Collection[int], *, like: Graph | None) -> frozenset[int]:
@@ -187,7 +187,8 @@ def _handed_over(segment: Segment, apart: Collection[int], *, like: Graph | None
 
 @one_at_a_time
 def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepContext) -> Step:
-    """The facts of the step that a call of the model begins, captured whole, without running it.
+    """The facts of the step that a call of the model begins, captured whole, without running it, and without
+    what the loop keeps live besides (`context.beside`).
 
     Facts of the loop are taken from the loop where known and valid for this call, else from the reserve.
     """
@@ -206,7 +207,7 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
         besides = replace(
             besides, loss_bytes=0, loss_kept_bytes=kept_bytes, loss_input_bytes=loop.reserve_bytes
         )
-    return context.beside.added_to(_with_reserve(step, besides), times)
+    return _with_reserve(step, besides)
 
 
 def _with_larger_loss(step: Step, more_bytes: int) -> Step:

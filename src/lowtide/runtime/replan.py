@@ -1,7 +1,7 @@
 """Plan graphs that come after a plan was applied: other batch shapes, other settings."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -96,17 +96,19 @@ class Replanner(SeenLoop):
         self.later[fingerprint] = graph
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
-        beside = self._context.beside
-        step = step_of_call(args, kwargs, replace(self._context, beside=replace(beside, path_bytes=0)))
-        own = [graph for graph in step.graphs if graph.in_model]
+        alone = step_of_call(args, kwargs, self._context)
+        own = [graph for graph in alone.graphs if graph.in_model]
         if all(self._known(graph.fingerprint) for graph in own):
             return
         path_bytes = max((self._longer_by(path, own) for path in self._paths), default=0)
-        self._context = replace(self._context, beside=replace(beside, path_bytes=path_bytes))
-        step = BesideGraphs(path_bytes=path_bytes).added_to(step)
-        self._growth = growth(step, like=None, reserve=self._context.reserve)
-        larger = self._growth > 1 or _model_bytes(self._context.model) > self._model_bytes
-        found = self._plan(step, self.steps.get(structures(own), ()), larger=larger)
+        self._context = replace(
+            self._context, beside=replace(self._context.beside, path_bytes=path_bytes)
+        )
+        self._growth = times = growth(alone, like=None, reserve=self._context.reserve)
+        like = self.steps.get(structures(own), ())
+        found = self._fitting(
+            lambda beside: self._plan(beside.added_to(alone, times), like, larger=self._is_larger())
+        )
         self._log(found.peak_bytes, cause, compiled=False)
         self._remember(found.graphs[: len(own)])
 
@@ -125,14 +127,16 @@ class Replanner(SeenLoop):
             return None
         changed = identify_model(self._context.model) != self.identity
         optimizer = optimizer_of(self._context.model, self._context.loop) if changed else None
-        step = step_of(
-            segment, self._context, like=found[0], planned=self._planned_graph, optimizer=optimizer
-        )
-        new = step.graphs[0]
+        planned = self._planned_graph
+        alone = step_of(segment, self._context, like=found[0], planned=planned, optimizer=optimizer)
+        new = alone.graphs[0]
         alike = [graph for graph in found if (graph.structure, graph.apart) == (new.structure, new.apart)]
-        self._growth = growth(step, like=self._planned_graph, reserve=self._context.reserve)
-        larger = self._growth > 1 or _model_bytes(self._context.model) > self._model_bytes
-        plan = self._plan(step, alike[:1], larger=larger, segment=segment)
+        self._growth = times = growth(alone, like=planned, reserve=self._context.reserve)
+        plan = self._fitting(
+            lambda beside: self._plan(
+                beside.added_to(alone, times), alike[:1], larger=self._is_larger(), segment=segment
+            )
+        )
         self._log(plan.peak_bytes, cause)
         self._remember(plan.graphs)
         return plan.graphs[0]
@@ -143,22 +147,47 @@ class Replanner(SeenLoop):
         planned = list(self.steps.values())[-1]
         times = self._times(so_far.batch_bytes)
         like = None if like is None else as_in(like, segment)
-        beside = like or (planned[position] if position < len(planned) > 1 else None)
-        step = step_of(
+        position_alike = like or (planned[position] if position < len(planned) > 1 else None)
+        alone = step_of(
             segment,
             replace(self._context, update_bytes=None),
             like=like,
             live_bytes=so_far.saved_bytes + self._other_gradient_bytes(segment),
-            later_bytes=ceil(beside.later_bytes * times) if beside is not None else 0,
+            later_bytes=ceil(position_alike.later_bytes * times) if position_alike is not None else 0,
             is_whole=False,
         )
-        if beside is None and not so_far.is_whole:
-            # the following graphs are unknown: leave as many bytes free as possible
-            found = lowest_schedules(planner_for(step), ())
-        else:
-            found = self._plan(step, () if like is None else (like,), larger=False)
+        growing = growth(alone, like=None, reserve=self._context.reserve)
+
+        def planned_beside(beside: BesideGraphs) -> StepSchedules:
+            step = beside.added_to(alone, growing)
+            if position_alike is None and not so_far.is_whole:
+                # the following graphs are unknown: leave as many bytes free as possible
+                return lowest_schedules(planner_for(step), ())
+            return self._plan(step, () if like is None else (like,), larger=False)
+
+        found = self._fitting(planned_beside)
         self._log(found.peak_bytes, cause, compiled=False)
         return found.graphs[0]
+
+    def _is_larger(self) -> bool:
+        """Whether the step that is planned now is larger than the planned one: eager's would be, too."""
+        return self._growth > 1 or _model_bytes(self._context.model) > self._model_bytes
+
+    def _fitting(self, planned: Callable[[BesideGraphs], StepSchedules]) -> StepSchedules:
+        """What is `planned` beside the loop's own tensors; where it does not fit beside tensors that are only
+        expected to belong to a step, what is planned without them: the step shows whether they do."""
+        beside = self._context.beside
+        certain = self._certain(beside)
+        if certain == beside:
+            return planned(beside)
+        try:
+            found = planned(beside)
+        except BudgetTooSmall:
+            found = None
+        if found is not None and found.peak_bytes <= self.budget_bytes:
+            return found
+        self._context = replace(self._context, beside=certain)
+        return planned(certain)
 
     def _other_gradient_bytes(self, segment: Segment) -> int:
         """The bytes of gradients of parameters that a graph does not read, earlier gradients included."""

@@ -114,6 +114,11 @@ class SeenLoop(CountedLoop):
         saved = (self._saved_bytes.get(one, 0) for one in {**run, **planned})
         return max(0, sum(number * nbytes for number, nbytes in zip(more, saved, strict=True)))
 
+    def _certain(self, beside: BesideGraphs) -> BesideGraphs:
+        """`beside` without tensors that are only expected to belong to a step: a data set, say, that was new
+        when the first step began."""
+        return replace(beside, step_bytes=0, forward_bytes=0) if self._is_expected else beside
+
     def _count_beside(self, seen: BesideGraphs, more_bytes: int, *, is_over: bool) -> None:
         self._context = replace(self._context, beside=seen)
         if more_bytes > UNCOUNTED_BYTES:
