@@ -101,9 +101,7 @@ class Replanner(SeenLoop):
         if all(self._known(graph.fingerprint) for graph in own):
             return
         path_bytes = max((self._longer_by(path, own) for path in self._paths), default=0)
-        self._context = replace(
-            self._context, beside=replace(self._context.beside, path_bytes=path_bytes)
-        )
+        self._context = replace(self._context, beside=replace(self._context.beside, path_bytes=path_bytes))
         self._growth = times = growth(alone, like=None, reserve=self._context.reserve)
         like = self.steps.get(structures(own), ())
         found = self._fitting(
@@ -120,8 +118,8 @@ class Replanner(SeenLoop):
     def _as_one_graph(self, segment: Segment, like: Graph | None, cause: str) -> Graph | None:
         """Schedule a step of this graph alone, whose loss reads the outputs that it reads in another such
         step; None where no other step has as many outputs."""
-        alone = [graphs[0] for graphs in self.steps.values() if len(graphs) == 1]
-        likely = [like] if like is not None else alone
+        single = [graphs[0] for graphs in self.steps.values() if len(graphs) == 1]
+        likely = [like] if like is not None else single
         found = [fitting for graph in likely if (fitting := as_in(graph, segment)) is not None]
         if not found:
             return None
