@@ -254,14 +254,14 @@ def peaks(rank: int, options: dict[str, Any], shares: tuple[float, ...] = (0.5, 
 
 
 def _measured(case: Case) -> int:
-    """The least of three: gloo frees its copies in threads of its own, now and then too late."""
+    """The least of several: gloo frees its copies in threads of its own, now and then too late."""
     batch = (case.tokens,)
 
     def step() -> torch.Tensor:
         return train_step(case.model, batch, case.optimizer, case.loss)
 
     step()
-    above = min(peak_above_start(step) for _ in range(3))
+    above = min(peak_above_start(step) for _ in range(8))
     return static_bytes(case.model, (batch, case.targets), case.optimizer) + above
 
 

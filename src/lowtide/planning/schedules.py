@@ -176,27 +176,45 @@ def _places(step: Step, releases: Sequence[Releases], by_graph: Sequence[Sequenc
 
 
 def _later_bytes(step: Step, runs: Sequence[Run]) -> list[int]:
-    """For each graph of the model, the peak of what the graphs after it make; the loss does not count."""
+    """For each graph of the model, the peak of what is made between its forward and its backward pass: by the
+    graphs after it, and by code outside of graphs. The loss does not count."""
     own = [index for index, graph in enumerate(step.graphs) if graph.in_model]
     found = [0] * len(step.graphs)
     if len(own) < 2:
         return found
-    made = {s: node.segment for node in step.nodes if node.region is not Region.OPTIMIZER for s in node.makes}
     timeline = simulate(step, runs)
-    blocks: dict[int, list[tuple[int, int, int]]] = {}
-    for block in timeline.blocks:
-        blocks.setdefault(made.get(block[0], -1), []).append(block)
-    segments = np.array([step.nodes[run.rank].segment for run in runs])
-    change = np.zeros(len(runs) + 1, dtype=np.int64)
+    windows = {index: window for index in own if (window := _between_passes(step, runs, index))}
+    if not windows:
+        return found
+    loss_from = max(begin for begin, _ in windows.values())
+    loss_to = min(end for _, end in windows.values())
     workspace = np.array(timeline.workspace_bytes, dtype=np.int64)
-    for index in range(own[-1] - 1, own[0] - 1, -1):
-        for storage, start, end in blocks.get(index + 1, ()):
-            change[start] += step.storages[storage].nbytes
-            change[end + 1] -= step.storages[storage].nbytes
-        if step.graphs[index].in_model:
-            live = change.cumsum()[:-1] + workspace
-            found[index] = int(live[segments > index].max(initial=0))
+    workspace[loss_from:loss_to] = 0
+    nbytes = [step.storages[storage].nbytes for storage, _, _ in timeline.blocks]
+    starts, ends = np.array([block[1:] for block in timeline.blocks], dtype=np.int64).reshape(-1, 2).T
+    is_loss = (loss_from <= starts) & (starts < loss_to)
+    sizes = np.where(is_loss, 0, np.array(nbytes, dtype=np.int64))
+    for index, (begin, end) in windows.items():
+        is_later = (begin <= starts) & (starts < end)
+        change = np.zeros(len(runs) + 1, dtype=np.int64)
+        np.add.at(change, starts[is_later], sizes[is_later])
+        np.subtract.at(change, ends[is_later] + 1, sizes[is_later])
+        live = change.cumsum()[:-1] + workspace
+        found[index] = int(live[begin:end].max(initial=0))
     return found
+
+
+def _between_passes(step: Step, runs: Sequence[Run], graph: int) -> tuple[int, int] | None:
+    """The place after the last run of a graph's forward pass, and that of the first run of its backward pass;
+    None without a backward pass."""
+    places: dict[Region, list[int]] = {}
+    for place, run in enumerate(runs):
+        node = step.nodes[run.rank]
+        if node.segment == graph and run.is_first:
+            places.setdefault(node.region, []).append(place)
+    if Region.BACKWARD not in places:
+        return None
+    return max(places.get(Region.FORWARD, [-1])) + 1, min(places[Region.BACKWARD])
 
 
 def demanded(step: Step, runs: Iterable[Run]) -> set[int]:

@@ -72,6 +72,8 @@ class CountedLoop(Schedules):
         self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
+        self._structures: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
+        """of graphs as they are traced, by fingerprint"""
         self._peak_bytes = plan.peak_bytes
         self._num_states = 0
         self._unsaid_advice = ""
@@ -179,6 +181,11 @@ class CountedLoop(Schedules):
                 graph, missing=tuple(o for o in graph.missing if o not in outputs), tangent_bytes=0
             )
 
+        kind = self._structures.get(fingerprint)
+        if kind is not None:
+            read = self._context.read_outputs
+            known = read.get(kind, frozenset())
+            self._context = replace(self._context, read_outputs={**read, kind: known.union(outputs)})
         self.first = tuple(map(with_gradients, self.first))
         self.steps = {kind: tuple(map(with_gradients, graphs)) for kind, graphs in self.steps.items()}
 

@@ -96,6 +96,8 @@ class StepContext:
 
     `update_bytes`: the bytes that each parameter's update in the backward pass allocates. `resting`: what
     rests on the store (`Solution.resting`). `beside`: what the loop was seen to keep live besides.
+    `read_outputs`: by the structure of a graph as it is traced, the outputs that the loop's loss was seen to
+    read besides a loss that the model returns.
     """
 
     model: nn.Module
@@ -109,6 +111,7 @@ class StepContext:
     rounds: tuple[str, ...] = ()
     orders: Orders | None = None
     beside: BesideGraphs = NOTHING_BESIDE
+    read_outputs: Mapping[str, frozenset[int]] = field(default_factory=dict)
 
     def captured(self, traced: Trace, **options: Any) -> Captured:
         """A traced step with its facts; `options` are those of `captured_step`."""
@@ -193,7 +196,15 @@ def step_of_call(args: tuple[Any, ...], kwargs: dict[str, Any], context: StepCon
     Facts of the loop are taken from the loop where known and valid for this call, else from the reserve.
     """
     loop = context.loop
-    traced = trace(context.model, args, kwargs, loss=loop.loss, any_loss=True, orders=context.orders)
+    traced = trace(
+        context.model,
+        args,
+        kwargs,
+        loss=loop.loss,
+        any_loss=True,
+        orders=context.orders,
+        read_outputs=context.read_outputs,
+    )
     if not loop.holds_outputs:
         traced = only_loss_live(traced)
     optimizer = optimizer_of(context.model, loop)

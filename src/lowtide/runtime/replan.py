@@ -70,7 +70,7 @@ class Replanner(SeenLoop):
         self._told_of_executor = self._told_of_calls = False
 
     def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        kind = segment.structure
+        kind = self._structures[segment.fingerprint] = segment.structure
         graph = self._known(segment.fingerprint)
         if graph is None:
             cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,13 +58,15 @@ def trace(
     simulated: SimulatedSharding | None = None,
     gpu: Gpu | None = None,
     orders: Orders | None = None,
+    read_outputs: Mapping[str, Collection[int]] | None = None,
 ) -> Trace:
     """Trace one forward pass and its loss; run a real forward only where fake values are not enough.
 
     With `any_loss`, `loss` may not fit this output: then the loss is left out, and every output may get a
-    gradient. Gradients have the memory `orders`; where other orders are seen, the step is traced again.
+    gradient. `read_outputs` of graphs, by structure, get one besides that of the loss. Gradients have the
+    memory `orders`; where other orders are seen, the step is traced again.
     """
-    call = _Call(model, args, kwargs, loss, any_loss, simulated, gpu)
+    call = _Call(model, args, kwargs, loss, any_loss, simulated, gpu, read_outputs or {})
     known = dict(orders or {})
     while True:
         found = _trace_for(call, known)
@@ -85,6 +87,7 @@ class _Call:
     any_loss: bool
     simulated: SimulatedSharding | None
     gpu: Gpu | None
+    read_outputs: Mapping[str, Collection[int]]
 
     @property
     def device(self) -> torch.device:
@@ -201,8 +204,10 @@ def _trace(call: _Call, collector: Collector) -> Trace:
                 device=call.device,
             )
         is_scalar = isinstance(value, torch.Tensor) and value.requires_grad and value.numel() == 1
-        uncaptured, is_counted = _uncaptured_code(collector, [value] if is_scalar else [])
-        returned |= collector.live_in_autograd
+        read = _read_outputs(call, collector.executions[:num_in_model])
+        others = [leaf for leaf in tensors_in(output) if leaf.requires_grad and collector.where(leaf) in read]
+        uncaptured, is_counted = _uncaptured_code(collector, [value, *others] if is_scalar else [])
+        returned |= collector.live_in_autograd | read
     if not isinstance(value, torch.Tensor) or not value.requires_grad or _trains_nothing(value, collector):
         raise CaptureError(
             f"the loss of {type(model).__name__} does not depend on any parameter that requires a gradient: "
@@ -218,7 +223,7 @@ def _trace(call: _Call, collector: Collector) -> Trace:
     return replace(
         found,
         returned=returned if place is None else returned | {place},
-        given=_every_output(collector.executions) if place is None else frozenset({place}),
+        given=_every_output(collector.executions) if place is None else read | {place},
         loss_is_uncaptured=place is None,
         uncaptured_bytes=saved,
         uncaptured=uncaptured,
@@ -256,6 +261,15 @@ def _uncaptured_code(
                 raise failures.NeedsValues(failures.in_plain_words(error)) from error
             is_counted = False
     return collector.uncaptured.result(gradients), is_counted
+
+
+def _read_outputs(call: _Call, executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
+    """The outputs that are known to get a gradient besides that of the loss."""
+    return frozenset(
+        (index, output)
+        for index, execution in enumerate(executions)
+        for output in call.read_outputs.get(execution.segment.structure, ())
+    )
 
 
 def _every_output(executions: Sequence[Execution]) -> frozenset[tuple[int, int]]:
