@@ -107,6 +107,45 @@ def test_the_peak_is_lower_as_predicted() -> None:
     assert measured <= plan.peak_bytes and measured / plan.peak_bytes > 0.99
 
 
+class InAutocast(nn.Module):
+    """Casts its weights itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer in self.layers:
+                x = F.gelu(layer(x))
+        return x.float().square().mean()
+
+
+class Recurrent(nn.Module):
+    """Its cells run a backward pass of their own inside of the graph's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(WIDTH, WIDTH, num_layers=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.cells(x)[0].square().mean()
+
+
+@pytest.mark.parametrize("build", [InAutocast, Recurrent])
+def test_weights_that_are_cast_and_cells_are_updated_in_the_pass(build: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = target_with(OPTIMIZERS["adam"], build())
+    other, another = twin(plain), twin(plain)
+    plan = planned(other)
+    assert measured_peak(other) <= plan.budget_bytes < measured_peak(plain)
+    assert all(map(torch.equal, steps(plain), steps(other)))
+    # beside a model with used gradients, whose tensors have no memory
+    planned(another)
+    assert all(map(torch.equal, steps(plain), steps(other)))
+    steps(another)
+
+
 def test_another_batch_shape_is_planned_the_same_way() -> None:
     plain = target_with(OPTIMIZERS["adam"])
     other = twin(plain)

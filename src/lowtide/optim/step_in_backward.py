@@ -42,6 +42,7 @@ from lowtide.torch_compat.autograd_engine import (
     nodes_before_leaves,
     use_of_gradient,
 )
+from lowtide.torch_compat.gradient_edges import is_inside_planned_graph
 from lowtide.torch_compat.modules import hooks_before_step
 
 logger = logging.getLogger("lowtide")
@@ -388,7 +389,7 @@ def _watched(call: BackwardCall) -> Iterator[None]:
         raise
 
 
-_WATCHED_ENGINE = around_engine(_watched)
+_WATCHED_ENGINE = around_engine(_watched, unless=is_inside_planned_graph)
 
 
 def _refusing(original: Callable[..., Any]) -> Callable[..., Any]:

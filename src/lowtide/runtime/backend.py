@@ -232,7 +232,8 @@ class _ScheduledGraph:
         )
         self.continues_sums = bool(self.sums) and updates is None and executor.in_place
         self.wanted = wanted
-        self.casts = casts_of(segment)
+        # steps in backward have no other call whose gradients could be added in the dtype of a cast
+        self.casts = casts_of(segment) if updates is None else {}
         if not self.continues_sums:
             for place in self.sums:
                 observer.summed_weight = observer.summed_weight or segment.origins[place].name

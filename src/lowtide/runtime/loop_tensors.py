@@ -11,14 +11,14 @@ longer does not: a data set, an averaged copy of the model. Storages are referre
 before the backward pass is known.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.ops.device_memory import block_bytes
-from lowtide.torch_compat.dispatch import StorageWeakRef, has_storage, storage_key
+from lowtide.torch_compat.dispatch import StorageWeakRef, has_storage, storage_key, torch_function_off
 from lowtide.torch_compat.python_tensors import collections, gradient_of, python_tensors
 from lowtide.trace.model_call import tensors_in
 
@@ -106,15 +106,15 @@ class LoopTensors:
         own = {storage_key(tensor) for tensor in self._own_tensors() if has_storage(tensor)}
         tensors = python_tensors(self._device, young=young)
         own.update(_gradients(tensors))
-        for tensor in tensors:
-            reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-            found[storage_key(tensor)] = _LoopStorage(reference, block_bytes(self._device, tensor))
+        with torch_function_off():  # of the users' own classes of tensors
+            for tensor in tensors:
+                reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+                found[storage_key(tensor)] = _LoopStorage(reference, block_bytes(self._device, tensor))
         return {key: one for key, one in found.items() if key not in own}
 
 
-def _gradients(tensors: Iterable[Tensor]) -> Iterator[int]:
+def _gradients(tensors: Iterable[Tensor]) -> list[int]:
     """The storages of these tensors' gradients."""
-    for tensor in tensors:
-        gradient = gradient_of(tensor)
-        if gradient is not None and has_storage(gradient):
-            yield storage_key(gradient)
+    gradients = (gradient_of(tensor) for tensor in tensors)
+    with torch_function_off():
+        return [storage_key(each) for each in gradients if each is not None and has_storage(each)]

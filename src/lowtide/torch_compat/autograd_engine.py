@@ -273,12 +273,16 @@ def _node_of(value: Any) -> Any:
     return torch.autograd.graph.get_gradient_edge(value).node if value.requires_grad else None
 
 
-def around_engine(context: Callable[[BackwardCall], AbstractContextManager[None]]) -> ProcessPatch:
+def around_engine(
+    context: Callable[[BackwardCall], AbstractContextManager[None]], *, unless: Callable[[], bool]
+) -> ProcessPatch:
     """Run every backward pass and `torch.autograd.grad` of this process inside of a `context(call)`, as long
-    as an object holds the patch."""
+    as an object holds the patch, and `unless` says no."""
 
     def wrap(original: Callable[..., Any]) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
+            if unless():
+                return original(*args, **kwargs)
             with context(BackwardCall.of(*args, **kwargs)):
                 return original(*args, **kwargs)
 

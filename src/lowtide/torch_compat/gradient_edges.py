@@ -201,6 +201,11 @@ def inside_planned_graph() -> Iterator[None]:
         _INSIDE.is_planned = before
 
 
+def is_inside_planned_graph() -> bool:
+    """Whether an op of a planned graph runs in this thread."""
+    return _INSIDE.is_planned
+
+
 def _later_uses(roots: Sequence[Any]) -> dict[Any, dict[int, Any]]:
     """By node that uses a tensor, the node that gets the gradient instead, for each result of the node."""
     since = 0 if _CASTING else min(map(creation_order, _RECEIVING))

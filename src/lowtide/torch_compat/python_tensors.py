@@ -26,8 +26,19 @@ def python_tensors(device: torch.device, *, young: bool = False) -> list[Tensor]
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory at all: no parameter without a shape, and no value inside of torch.func."""
-    return not is_lazy(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether a tensor has memory at all: no parameter without a shape, no value inside of torch.func, and no
+    tensor of a class that has a shape and nothing else."""
+    if is_lazy(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return False
+    return type(tensor) in (Tensor, torch.nn.Parameter) or _has_data(tensor)
+
+
+def _has_data(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
 
 
 def gradient_of(tensor: Tensor) -> Tensor | None:
