@@ -8,7 +8,6 @@ buffer, optimizer state and random state is compared to the last bit. Rows that 
 not run again: delete one to do so. Needs `bench/clients/requirements.txt`: `make clients` installs it.
 """
 
-import argparse
 import ast
 import sys
 import time
@@ -17,14 +16,14 @@ from pathlib import Path
 from client_runs.client_page import markdown
 from client_runs.client_row import ClientRow
 from client_runs.compare import Client, run_client
-from rows import append, read
+from rows import append, read, row_options
 
 CLIENTS = Path(__file__).parent / "clients"
 OUT = Path("bench/out/clients.csv")
 
 
 def main() -> None:
-    options = _options()
+    options = row_options(__doc__, what="clients", out=OUT, limit=300).parse_args()
     finished = read(options.out, ClientRow)
     chosen = [client for client in every_client() if options.only in client.name]
     waiting = [client for client in chosen if client.name not in {row.client for row in finished}]
@@ -57,17 +56,6 @@ def _constant(path: Path, name: str) -> str:
         ):
             return str(ast.literal_eval(node.value))
     raise ValueError(f"{path} has no {name}")
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="clients whose name has this text")
-    parser.add_argument("--out", type=Path, default=OUT, help="CSV that rows are added to")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for one training")
-    parser.add_argument("--markdown", type=Path, help="write the page, too")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

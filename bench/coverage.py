@@ -1,6 +1,7 @@
 """What lowtide trains: every architecture of transformers, plain constructions of torch, and training loops.
 
-    python bench/coverage.py [--only TEXT] [--out bench/out/coverage.csv] [--limit 180] [--markdown PAGE.md]
+    python bench/coverage.py [--only TEXT] [--out bench/out/coverage.csv] [--limit 180] [--every 10]
+        [--markdown PAGE.md]
 
 Each case trains a few steps in eager and by a plan whose budget is halfway between the lowest
 reachable peak and that of eager, in a process of its own, and every loss, gradient, parameter and buffer
@@ -17,7 +18,7 @@ from coverage_cases import Case, every_case, find_case
 from coverage_cases.outcome import Outcome
 from coverage_cases.table import markdown, show
 from own_process import ProcessEnded, in_own_process
-from rows import append, read
+from rows import append, read, row_options
 
 OUT = Path("bench/out/coverage.csv")
 PRELOADED = ["torch", "transformers", "lowtide", "coverage_cases.examine"]
@@ -26,7 +27,8 @@ PRELOADED = ["torch", "transformers", "lowtide", "coverage_cases.examine"]
 def main() -> None:
     options = _options()
     finished = read(options.out, Outcome)
-    cases = [case for case in every_case() if options.only in f"{case.group}:{case.name}"]
+    chosen = [case for case in every_case() if options.only in f"{case.group}:{case.name}"]
+    cases = chosen[:: options.every]
     waiting = [case for case in cases if case.name not in {row.case for row in finished}]
     try:
         for number, case in enumerate(waiting, 1):
@@ -62,13 +64,8 @@ def work(name: str) -> Outcome:
 
 
 def _options(arguments: Iterable[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", default="", help="cases whose `group:name` has this text")
-    parser.add_argument("--out", type=Path, default=OUT, help="CSV that rows are added to")
-    parser.add_argument("--limit", type=float, default=180, help="seconds for one case")
-    parser.add_argument("--markdown", type=Path, help="write the table as a page, too")
+    parser = row_options(__doc__, what="cases, as group:name,", out=OUT, limit=180)
+    parser.add_argument("--every", type=int, default=1, help="only every so many-th of these cases")
     return parser.parse_args(None if arguments is None else list(arguments))
 
 

@@ -1,5 +1,6 @@
-"""Rows of a table that grows: dataclasses in a CSV, and tables of Markdown."""
+"""Rows of a table that grows: dataclasses in a CSV, tables of Markdown, and the options of what adds rows."""
 
+import argparse
 import csv
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,6 +34,18 @@ def append(path: Path, row: Any) -> None:
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return [f"| {' | '.join(line)} |" for line in (header, ["---"] * len(header), *cells)]
+
+
+def row_options(description: str | None, *, what: str, out: Path, limit: float) -> argparse.ArgumentParser:
+    """The options of a program that adds one row for each of `what`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help=f"{what} whose name has this text")
+    parser.add_argument("--out", type=Path, default=out, help="CSV that rows are added to")
+    parser.add_argument("--limit", type=float, default=limit, help="seconds for one of them")
+    parser.add_argument("--markdown", type=Path, help="write the table as a page, too")
+    return parser
 
 
 def _from_text(kind: type[R], row: dict[str, str]) -> R:

@@ -8,6 +8,7 @@ from trl import DPOConfig, DPOTrainer
 
 from client_runs.run import Run
 from client_runs.tokenizer import random_words, word_tokenizer
+from client_runs.trl_settings import settings
 from lowtide.integrations.transformers import Lowtide
 
 LIBRARY = "trl"
@@ -24,22 +25,10 @@ def train(run: Run) -> None:
             "rejected": [" " + random_words(300, 24) for _ in range(rows)],
         }
     )
-    settings = DPOConfig(
-        output_dir="out",
-        per_device_train_batch_size=4,
-        max_steps=run.steps,
-        max_length=64,
-        logging_steps=1,
-        save_strategy="no",
-        gradient_checkpointing=False,
-        bf16=False,
-        report_to=[],
-        use_cpu=True,
-    )
     trainer = DPOTrainer(
         model=model,
         ref_model=copy.deepcopy(model),
-        args=settings,
+        args=DPOConfig(**settings(run, rows=4), max_length=64),
         train_dataset=data,
         processing_class=word_tokenizer(300),
         callbacks=run.callbacks(Lowtide, model),

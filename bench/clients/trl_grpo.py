@@ -6,6 +6,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from client_runs.run import Run
 from client_runs.tokenizer import random_words, word_tokenizer
+from client_runs.trl_settings import settings
 from lowtide.integrations.transformers import Lowtide
 
 LIBRARY = "trl"
@@ -20,23 +21,10 @@ def train(run: Run) -> None:
     model = GPT2LMHeadModel(GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=2, n_positions=64))
     model.generation_config.pad_token_id = 0
     data = Dataset.from_dict({"prompt": [random_words(300, 8) for _ in range(run.steps * 4)]})
-    settings = GRPOConfig(
-        output_dir="out",
-        per_device_train_batch_size=4,
-        num_generations=4,
-        max_completion_length=12,
-        max_steps=run.steps,
-        logging_steps=1,
-        save_strategy="no",
-        gradient_checkpointing=False,
-        bf16=False,
-        report_to=[],
-        use_cpu=True,
-    )
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=many_words,
-        args=settings,
+        args=GRPOConfig(**settings(run, rows=4), num_generations=4, max_completion_length=12),
         train_dataset=data,
         processing_class=word_tokenizer(300),
         callbacks=run.callbacks(Lowtide, model),

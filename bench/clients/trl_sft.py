@@ -7,6 +7,7 @@ from trl import SFTConfig, SFTTrainer
 
 from client_runs.run import Run
 from client_runs.tokenizer import word_tokenizer
+from client_runs.trl_settings import settings
 from lowtide.integrations.transformers import Lowtide
 
 LIBRARY = "trl"
@@ -24,21 +25,9 @@ def train(run: Run) -> None:
     )
     model = LlamaForCausalLM(config)
     data = Dataset.from_dict({"input_ids": torch.randint(4, 300, (run.steps * 8, 64)).tolist()})
-    settings = SFTConfig(
-        output_dir="out",
-        per_device_train_batch_size=8,
-        max_steps=run.steps,
-        max_length=64,
-        logging_steps=1,
-        save_strategy="no",
-        gradient_checkpointing=False,
-        bf16=False,
-        report_to=[],
-        use_cpu=True,
-    )
     trainer = SFTTrainer(
         model=model,
-        args=settings,
+        args=SFTConfig(**settings(run, rows=8), max_length=64),
         train_dataset=data,
         processing_class=word_tokenizer(300),
         callbacks=run.callbacks(Lowtide, model),
