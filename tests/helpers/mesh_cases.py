@@ -431,6 +431,7 @@ def refusals(rank: int) -> dict[str, str]:
         "simulated": lambda: lowtide.profile(case.model, case.tokens, ranks=4),
         "in backward": lambda: lowtide.profile(case.model, case.tokens, step_in_backward=True, **known),
         "other gradient": lambda: _with_other_gradient(rank),
+        "divided later": _divided_later,
     }
     said = {}
     for name, attempt in attempts.items():
@@ -439,6 +440,14 @@ def refusals(rank: int) -> dict[str, str]:
         except lowtide.LowtideError as error:
             said[name] = str(error)
     return said
+
+
+def _divided_later() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8)), torch.randn(2, 8)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    lowtide.checkpoint(model, x, budget="100%", process_group=alone)
+    parallelize_module(model, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": ColwiseParallel()})
+    model(x)
 
 
 def _with_other_gradient(rank: int) -> None:

@@ -87,6 +87,7 @@ def test_what_cannot_work_is_refused_with_the_next_step(others):
         assert "leave `ranks` and `shard` out" in said["simulated"]
         assert "leave it out" in said["in backward"]
         assert "let the model return ordinary tensors" in said["other gradient"]
+        assert "divide first, then plan" in said["divided later"]
 
 
 def test_a_rank_that_is_killed_in_a_step_is_named(others):

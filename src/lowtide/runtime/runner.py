@@ -34,6 +34,7 @@ from lowtide.runtime.resting_model import RestingWeights
 from lowtide.torch_compat import autograd_engine, ddp, dynamo
 from lowtide.torch_compat.allocation_record import users_profiler_is_active
 from lowtide.torch_compat.dispatch import in_transform, make_first_calls
+from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, runs_own_code, set_route
 from lowtide.trace import failures
@@ -87,6 +88,7 @@ class Runner:
         resting: RestingWeights | None = None,
     ) -> None:
         self.model = model
+        self._is_divided = is_divided(model)
         self.resting = resting
         self.split_step = split_step
         self.updates = updates
@@ -318,6 +320,11 @@ class Runner:
             raise LowtideError(
                 "fully_shard was called on this model after its plan was applied: shard first, then plan "
                 "(lowtide.remove(model), and lowtide.checkpoint the sharded model)"
+            )
+        if is_divided(self.model) and not self._is_divided:
+            raise LowtideError(
+                "parallelize_module was called on this model after its plan was applied: divide first, then "
+                "plan (lowtide.remove(model), and lowtide.checkpoint the divided model)"
             )
         so_far = CallSoFar(
             nothing_ran=self._may_start_over and self.compiled.is_tracing(*self._entrance),
