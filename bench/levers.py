@@ -53,6 +53,7 @@ COLUMNS = (
 KEY = COLUMNS[:3]
 MIB = 2**20
 
+ALL = {"offload": True, "step_in_backward": True, "holds_outputs": False}
 LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "recompute": (("packed", "slices", "pieces"), {}),
     "+ packed": (("slices", "pieces"), {}),
@@ -60,7 +61,10 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "+ pieces": ((), {}),
     "+ swap": ((), {"offload": True}),
     "+ step in backward": ((), {"offload": True, "step_in_backward": True}),
-    "all (+ outputs let go)": ((), {"offload": True, "step_in_backward": True, "holds_outputs": False}),
+    "all (+ outputs let go)": ((), ALL),
+    "all, state rests": ((), ALL | {"offload_what": "activations,state"}),
+    "all, state and weights rest": ((), ALL | {"offload_what": "activations,state,parameters"}),
+    "all, head rounds": ((), ALL | {"rounds": "head"}),
     "all without swap": ((), {"step_in_backward": True, "holds_outputs": False}),
 }
 """Which levers are switched off, and what is asked for."""
