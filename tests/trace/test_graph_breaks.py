@@ -8,9 +8,11 @@ from trouble import BATCH, EqualBlocks
 from trouble import WIDTH as TROUBLE_WIDTH
 
 import lowtide
+from lowtide.analyze.analysis import module_path
 from lowtide.analyze.captured_step import capture
 from lowtide.facts import FRAMES, Region
 from lowtide.torch_compat.dispatch import FakeTensor
+from lowtide.trace.trace_model import trace
 from lowtide.verification.measure_step import peak_above_start
 
 
@@ -232,3 +234,33 @@ def test_a_value_without_elements_may_be_written_over() -> None:
     model(*batch).backward()
     seen = [parameter.grad for parameter in model.parameters()]
     assert all(map(torch.equal, expected, seen))
+
+
+class Block(nn.Module):
+    """May break between its two layers."""
+
+    def __init__(self, *, breaks: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.breaks = breaks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.a(x))
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return torch.tanh(self.b(x))
+
+
+def test_modules_keep_their_paths_behind_a_break() -> None:
+    model = nn.Sequential(*(Block(breaks=place == 1) for place in range(3)))
+    traced = trace(model, (torch.randn(2, 8),), {}, loss=None)
+    paths = [
+        module_path(node)
+        for execution in traced.executions
+        for node in execution.segment.forward_ops
+        if node.target in (torch.ops.aten.addmm.default, torch.ops.aten.tanh.default)
+    ]
+    assert len(traced.executions) > 1
+    assert paths == [
+        path for place in range(3) for path in (f"{place}.a", f"{place}", f"{place}.b", f"{place}")
+    ]

@@ -30,6 +30,7 @@ from lowtide.trace.identity import (
     Origin,
     describe_inputs,
     key_of,
+    name_modules,
     name_tensors,
     origins_of_run,
     own_origins,
@@ -112,6 +113,7 @@ class Collector:
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
             nonlocal segment
             outputs = kwargs["num_fwd_outputs"]
+            name_modules(joint, self.model)
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
             self.segments.append(segment)
             return _forward_alone(segment), aot_autograd.backward_stub(joint, segment.has_gradients)

@@ -3,11 +3,13 @@
 - graphs: `key_of` for a Dynamo graph, `fingerprint` and `structure` for a joint graph
 - tensors: `Origin`, the user's name for an input of a graph
 - models and batches: `identify`, in words that can be compared and shown
+- modules: `name_modules`, their paths in the model, written into a captured graph
 """
 
 import dataclasses
 import hashlib
 import operator
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,11 @@ from lowtide.trace.model_call import tensors_in
 
 if TYPE_CHECKING:
     from lowtide.trace.segments import Segment
+
+
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
+ROOT = re.compile(r"^L\['\w+'\]")
+"""The module, in torch's notes, whose function runs."""
 
 
 class _NoKey(Exception):
@@ -286,3 +293,42 @@ def why_unknown(segment: "Segment", planned: Sequence[Graph]) -> str:
         return f"it reads {len(now)} inputs of the batch"
     new, old = next(pair for pair in zip(now, alike[0], strict=True) if pair[0] != pair[1])
     return f"its input {new} was planned as {old}"
+
+
+def name_modules(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Write the path in `model` of each op's module into the notes of a captured graph.
+
+    Where a model breaks into several graphs, torch names modules from the function that it resumed in: `a`,
+    or `___stack0[1].a`, where the model has `blocks.1.a`. Its notes have the modules' identities as well.
+    """
+    names = {str(id(module)): name for name, module in model.named_modules()}
+    stacks = [
+        (node, kind, stack) for node in graph.graph.nodes for kind in STACKS if (stack := node.meta.get(kind))
+    ]
+    prefixes = {
+        prefix for _, _, stack in stacks if (prefix := _prefix(next(iter(stack.items())), names)) is not None
+    }
+    for node, kind, stack in stacks:
+        key, (_, cls) = list(stack.items())[-1]
+        if key in names:
+            node.meta[kind] = {key: (_path(names[key]), cls)}
+    if len(prefixes) == 1 and (prefix := prefixes.pop()):
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and not any(node.meta.get(kind) for kind in STACKS):
+                node.meta[STACKS[0]] = {"": (_path(prefix), nn.Module)}
+
+
+def _path(name: str) -> str:
+    return f"L['self'].{name}" if name else "L['self']"
+
+
+def _prefix(entry: tuple[str, tuple[str, Any]], names: Mapping[str, str]) -> str | None:
+    """The path of the module whose function runs; None where an entry does not tell."""
+    key, (path, _) = entry
+    root, name = ROOT.match(path), names.get(key)
+    if root is None or name is None:
+        return None
+    within = path[root.end() :].lstrip(".")
+    if not within:
+        return name
+    return name.removesuffix(within).removesuffix(".") if f".{name}".endswith(f".{within}") else None
