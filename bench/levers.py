@@ -62,9 +62,9 @@ LEVERS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "+ swap": ((), {"offload": True}),
     "+ step in backward": ((), {"offload": True, "step_in_backward": True}),
     "all (+ outputs let go)": ((), ALL),
-    "all, state rests": ((), ALL | {"offload_what": "activations,state"}),
-    "all, state and weights rest": ((), ALL | {"offload_what": "activations,state,parameters"}),
-    "all, head rounds": ((), ALL | {"rounds": "head"}),
+    "all + state rests": ((), ALL | {"offload_what": "activations,state"}),
+    "all + state and weights rest": ((), ALL | {"offload_what": "activations,state,parameters"}),
+    "all + head rounds": ((), ALL | {"rounds": "head"}),
     "all without swap": ((), {"step_in_backward": True, "holds_outputs": False}),
 }
 """Which levers are switched off, and what is asked for."""
