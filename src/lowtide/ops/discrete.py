@@ -4,8 +4,10 @@
 
 Kernels of an accelerator need not repeat bit for bit. A recomputed score with other low bits can choose
 another expert: the recomputed rows then do not fit the kept ones, and shapes can change. So the forward pass
-makes every decision once. A mask that only selects elementwise, as of a ReLU or by `where`, is none: another
-low bit changes one element there. On the CPU, kernels repeat exactly, and nothing is a decision.
+makes every decision once, on all devices: a plan made on the CPU for an accelerator has the same rule. An
+order of equal whole numbers (`sort`, without `stable`) is a decision as well. A mask that only selects
+elementwise, as of a ReLU or by `where`, is none: another low bit changes one element there. What follows from
+a decision by whole numbers alone can be recomputed, and scores can be, since nothing is decided again.
 """
 
 from collections.abc import Iterator
@@ -24,6 +26,9 @@ DECIDING = {
 }
 """Ops that decide by floats, whoever reads the result."""
 
+AMONG_EQUALS = {"argmax", "argmin", "argsort", "kthvalue", "mode", "sort", "topk"}
+"""Ops that decide which of several equal numbers comes first, also by whole numbers."""
+
 CHOOSING = {
     "_embedding_bag", "_grouped_mm", "_local_scalar_dense", "_unsafe_index", "_unsafe_index_put", "bincount",
     "embedding", "gather", "index", "index_add", "index_copy", "index_fill", "index_put", "index_put_",
@@ -35,13 +40,14 @@ CHOOSING = {
 
 
 def is_decision(node: fx.Node) -> bool:
-    """Whether a forward node makes indices or a mask from floats, which choose what other ops read."""
-    if node.op != "call_function" or is_backward(node):
+    """Whether a forward node makes indices or a mask from floats, which choose what other ops read, or an
+    order of equals."""
+    if node.op != "call_function" or is_backward(node) or not list(iter_tensors(node.meta.get("val"))):
         return False
-    made = list(iter_tensors(node.meta.get("val")))
-    if not made or made[0].device.type == "cpu" or not _reads_floats(node):
-        return False
-    return short_name(node.target) in DECIDING or any(_chooses(value) for value in _whole_numbers(node))
+    name = short_name(node.target)
+    if not _reads_floats(node):
+        return name in AMONG_EQUALS and not node.kwargs.get("stable")
+    return name in DECIDING or any(_chooses(value) for value in _whole_numbers(node))
 
 
 def _reads_floats(node: fx.Node) -> bool:
@@ -62,14 +68,15 @@ def _whole_numbers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _chooses(value: fx.Node) -> bool:
-    """Whether an op chooses by these integers or truth values, directly or by others made of them."""
+    """Whether an op chooses by these integers or truth values, directly or by others made of them. Code
+    outside of the graph may choose by those that leave it."""
     stack, seen = [value], {value}
     while stack:
         for user in stack.pop().users:
             if user in seen:
                 continue
             seen.add(user)
-            if short_name(user.target) in CHOOSING:
+            if user.op == "output" or short_name(user.target) in CHOOSING:
                 return True
             made = user.meta.get("val")
             if isinstance(made, Tensor) and not _is_float(made):

@@ -6,6 +6,7 @@ In the order in which a model passes them:
 - `dynamo`: Dynamo, which traces Python code: compiled functions, settings, errors, log lines
 - `dynamo_paths`: model code takes the path of eager under Dynamo, with few graph breaks
 - `dynamo_values`: Python values that decide a graph: read from the batch, or changing from call to call
+- `dynamo_counts`: `bincount` of indices in a known range stays in its graph
 - `dynamo_random`: Python's random numbers are drawn between two graphs
 - `aot_autograd`: AOTAutograd, which makes a joint graph of forward and backward; graphs as functions
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops

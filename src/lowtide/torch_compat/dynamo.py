@@ -264,6 +264,8 @@ def _within(
         finally:
             compiled.seconds += time.perf_counter() - start
         compiled.traced(frame.f_code, num_graphs=compiled.num_graphs - num_graphs)
+        if dynamo_paths.runs_eagerly(frame.f_code):
+            return ConvertFrameReturn(frame_exec_strategy=dynamo_paths.EAGERLY)
         return found
 
     trace_within._torchdynamo_orig_backend = trace_frame  # type: ignore[attr-defined]

@@ -5,7 +5,9 @@
 - `torchs_own_code`: graphs may begin in torch's own modules, and checkpoint_sequential is traced.
 - `resumed_loops`: a graph may end inside of a loop over modules, and the next graph continues the loop.
   Dynamo would run the whole function without graphs. From a loop over parts of a size that depends on data
-  (experts, each with the rows that a router picks) the rest of the function runs eagerly.
+  (experts, each with the rows that a router picks) the rest of the function runs eagerly. So does the rest
+  from a list of numbers that the model computes, where they decide shapes (`counts.tolist()`, then `split`):
+  every step has other ones, and would be traced and planned anew.
 - `masked_writes_between_graphs`: a graph ends before `x[mask] = value` where the value is trained. The
   gradient of the value has as many rows as the mask picks. torch would fail only in the backward pass of the
   whole graph, and then again in every function that calls this one.
@@ -28,7 +30,7 @@ import torch._dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import external_utils, trace_rules
 from torch._dynamo.bytecode_transformation import create_build_tuple, create_call_function
-from torch._dynamo.exc import Unsupported, raise_observed_exception, unimplemented
+from torch._dynamo.exc import SkipFrame, Unsupported, raise_observed_exception, unimplemented
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX, ContinueExecutionCache
@@ -164,6 +166,8 @@ EAGERLY = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 INSIDE = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
 """Without graphs; the functions that it calls are traced."""
 
+UNPACK = "unpack_var_sequence"
+TORCHS_UNPACK = TensorVariable.unpack_var_sequence
 _torchs_answer = InstructionTranslatorBase.maybe_has_backedge
 _torchs_changed = SideEffects._get_modified_vars
 _torchs_rest = ContinueExecutionCache.lookup
@@ -171,6 +175,14 @@ _broken_in_loop: "weakref.WeakSet[types.CodeType]" = weakref.WeakSet()
 """Code with a loop that breaks at `SHAPE_OF_DATA`."""
 _rests: "weakref.WeakSet[types.CodeType]" = weakref.WeakSet()
 """The rest of such code, from the loop on."""
+_breaks: "weakref.WeakKeyDictionary[types.CodeType, set[types.CodeType]]" = weakref.WeakKeyDictionary()
+"""Code whose present graph break gives it a result that data decide, and where to add its rest."""
+_after_rows: "set[types.CodeType]" = weakref.WeakSet()  # type: ignore[assignment]
+"""The rest of a function that gets a tensor with as many rows as the data decide."""
+_after_numbers: "set[types.CodeType]" = weakref.WeakSet()  # type: ignore[assignment]
+"""The rest of a function that gets a list of numbers that the model computed."""
+RESULT = "L['___stack"
+"""How torch begins the name of the result of a graph break, in the code that runs after it."""
 
 
 @contextlib.contextmanager
@@ -183,6 +195,7 @@ def resumed_loops() -> Iterator[None]:
         unittest.mock.patch.object(SideEffects, "_get_modified_vars", _iterators_last),
         unittest.mock.patch.object(DictViewIterator, "reconstruct", _reconstruct),
         unittest.mock.patch.object(OutputGraph, "resolve_source_value", _resolve, create=True),
+        unittest.mock.patch.object(TensorVariable, UNPACK, _unpack),
     ):
         yield
 
@@ -203,7 +216,47 @@ def _gives_up_in_loop(translator: InstructionTranslatorBase) -> bool:
             error.frame_exec_strategy = EAGERLY
             raise error
         _broken_in_loop.add(translator.f_code)
+    elif isinstance(error, Unsupported) and error.gb_type == SHAPE_OF_DATA and translator.parent is None:
+        # a function that is called may make a list of the rows' numbers
+        _breaks[translator.f_code] = _after_rows if len(error.real_stack) == 1 else _after_numbers
     return False
+
+
+def numbers_follow(translator: InstructionTranslatorBase, *, in_array: bool) -> None:
+    """Call this where a graph break gives the function, or one that calls it, numbers that the model made.
+    `in_array`: an array of numpy, which torch does not follow: a later loop counts as one over its numbers.
+    """
+    if not in_array:
+        _breaks[translator.output.root_tx.f_code] = _after_numbers
+    elif translator.parent is None and translator.instruction_pointer is not None:
+        later = translator.instructions[translator.instruction_pointer :]
+        if any("JUMP_BACKWARD" in instruction.opname for instruction in later):
+            _broken_in_loop.add(translator.f_code)
+
+
+def is_row_result(code: types.CodeType, name: str) -> bool:
+    """Whether a source is the result of a graph break that made as many rows as the data decide."""
+    return code in _after_rows and name.startswith(RESULT)
+
+
+def is_models_number(code: types.CodeType, name: str) -> bool:
+    """Whether a source is an item of a list of numbers that the model computed."""
+    return code in _after_numbers and name.startswith(RESULT) and name.endswith("]") and "][" in name
+
+
+def run_eagerly(code: types.CodeType) -> None:
+    """Run the rest of a function without graphs from now on, with all functions that it calls."""
+    _rests.add(code)
+
+
+def _unpack(variable: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """The rows of a tensor, as for a loop over them. The rest of a function runs eagerly from a loop on whose
+    number of turns depends on data, such as one over the experts that were chosen."""
+    code = tx.output.root_tx.f_code
+    if is_row_result(code, getattr(variable.source, "name", "")):
+        run_eagerly(code)
+        raise SkipFrame("a loop over as many rows as the data decide")
+    return TORCHS_UNPACK(variable, tx, *args, **kwargs)
 
 
 def _iterators_last(effects: SideEffects) -> list[VariableTracker]:
@@ -217,11 +270,13 @@ def _rest_of(code: types.CodeType, *key: Any) -> types.CodeType:
     rest: types.CodeType = _torchs_rest(code, *key)
     if code in _broken_in_loop:
         _rests.add(rest)
+    if code in _breaks:
+        _breaks.pop(code).add(rest)
     return rest
 
 
 def runs_eagerly(code: types.CodeType) -> bool:
-    """Whether `code` is the rest of a function from a loop over parts of a size that depends on data."""
+    """Whether `code` is the rest of a function whose sizes depend on data."""
     return code in _rests
 
 

@@ -17,6 +17,7 @@ Shortcoming: a number is fixed if an op takes it as a `float` of C (`huber_loss`
 
 import contextlib
 import dis
+import functools
 import math
 import operator
 import unittest.mock
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._dynamo import config, symbolic_convert
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import SkipFrame, TensorifyScalarRestartAnalysis, TorchDynamoException
 from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import is_constant_source, is_from_defaults
 from torch._dynamo.variables.base import VariableTracker
@@ -36,7 +37,9 @@ from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.utils.weak import WeakIdKeyDictionary
 
+from lowtide.torch_compat import dynamo_paths
 from lowtide.torch_compat.dispatch import FakeTensor, is_number, iter_tensors, real_tensors, storage_key
 
 MAX_VALUES = 16
@@ -99,16 +102,64 @@ def _read_by(read: Callable[[torch.Tensor], Any], plain: Callable[..., Any]) -> 
 def _called_by(plain: Callable[..., Any]) -> Callable[..., Any]:
     def call_method(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         read = None if args or kwargs else METHODS.get(name)
+        if name in LISTS and _has_numbers_of_the_model(
+            variable.proxy.node, tx.output.graph, tx.output.root_tx.f_code
+        ):
+            dynamo_paths.numbers_follow(tx, in_array=name == "numpy")
+            read = None
         value = None if read is None else _known_value(tx, variable, read)
         return plain(variable, tx, name, args, kwargs) if value is None else VariableTracker.build(tx, value)
 
     return call_method
 
 
+def _has_numbers_of_the_model(node: fx.Node, graph: fx.Graph, code: CodeType) -> bool:
+    """Whether a tensor has several whole numbers that do not follow from the batch alone."""
+    fake = node.meta.get("example_value")
+    if not isinstance(fake, torch.Tensor) or not fake.dim() or fake.dtype not in WHOLE_NUMBERS:
+        return False
+    found = _origin(node, graph)
+    return found is None or any(_is_made_by_model(each, code) for each in found[0])
+
+
+def _is_made_by_model(node: fx.Node, code: CodeType) -> bool:
+    """Whether an input of a graph was computed by code before the graph, not from the batch alone."""
+    argument = node.meta["grapharg"]
+    return argument.example in _made_by_model or dynamo_paths.is_row_result(code, argument.source.name)
+
+
+_made_by_model = WeakIdKeyDictionary()
+"""Tensors of whole numbers that a graph computed not from the batch alone: inputs of a later graph."""
+WHOLE_NUMBERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
+
+
+def _noting_numbers(
+    graph: fx.GraphModule, code: CodeType, compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The compiled graph, which notes its results for `_made_by_model`."""
+    (results,) = graph.graph.output_node().args
+    made = [
+        place
+        for place, node in enumerate(results if isinstance(results, (list, tuple)) else ())
+        if isinstance(node, fx.Node) and _has_numbers_of_the_model(node, graph.graph, code)
+    ]
+    if not made:
+        return compiled
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = compiled(*args, **kwargs)
+        _made_by_model.update((found[place], True) for place in made)
+        return found
+
+    return call
+
+
 METHODS: dict[str, Callable[[torch.Tensor], Any]] = {
     "item": torch.Tensor.item,
     "tolist": torch.Tensor.tolist,
 }
+LISTS = ("tolist", "numpy")
 TRUTH = "nb_bool_impl" if hasattr(TensorVariable, "nb_bool_impl") else "bool_impl"  # the latter: torch 2.13
 READS: dict[str, Callable[[torch.Tensor], Any]] = {
     TRUTH: bool,
@@ -178,8 +229,7 @@ def _origin(node: fx.Node, graph: fx.Graph) -> tuple[list[fx.Node], fx.GraphModu
     inputs = [each for each in ordered if each.op == "placeholder"]
     if not all(map(_is_plain_input, inputs)) or not all(map(_is_plain_op, ordered)):
         return None
-    own = _storages(needed)
-    if any(_writes(each) and own & _storages(each.all_input_nodes) for each in graph.nodes):
+    if writes_to(needed):
         return None
     part = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -205,14 +255,24 @@ def _is_plain_op(node: fx.Node) -> bool:
         return True
     if node.op not in ("call_function", "call_method") or _writes(node):
         return False
-    name = _name(node)
+    name = node_name(node)
     return not name.startswith(("rand", "bernoulli", "multinomial", "dropout", "normal", "empty", "poisson"))
+
+
+def writes_to(nodes: Collection[fx.Node]) -> bool:
+    """Whether any op of their graph writes to the results of `nodes`."""
+    own = _storages(nodes)
+    return any(
+        _writes(each) and own & _storages(each.all_input_nodes)
+        for graph in {node.graph: None for node in nodes}
+        for each in graph.nodes
+    )
 
 
 def _writes(node: fx.Node) -> bool:
     if node.op not in ("call_function", "call_method"):
         return False
-    name = _name(node)
+    name = node_name(node)
     return (
         (name.endswith("_") and not name.endswith("__"))
         or node.target in IN_PLACE
@@ -226,7 +286,8 @@ def _storages(nodes: Iterable[fx.Node]) -> set[Any]:
     return {storage_key(value) for value in values if isinstance(value, torch.Tensor)}
 
 
-def _name(node: fx.Node) -> str:
+def node_name(node: fx.Node) -> str:
+    """The name of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
 
@@ -279,6 +340,8 @@ def changing_numbers() -> Iterator[None]:
 
 def _wrapped_by(plain: Callable[..., Any]) -> Callable[..., Any]:
     def wrap_literal(builder: Any, value: Any) -> Any:
+        if dynamo_paths.runs_eagerly(_code_of(builder)):
+            raise SkipFrame("numbers that the model computes decide shapes")
         if not _has_changed(builder, value):
             return plain(builder, value)
         if type(value) is int:
@@ -319,6 +382,8 @@ def _has_changed(builder: Any, value: Any) -> bool:
     code, name = _code_of(builder), source.name
     if not math.isfinite(value) or not name.startswith("L[") or name in _fixed.get(code, ()):
         return False
+    if type(value) is int and dynamo_paths.is_models_number(code, name):
+        return True
     owner = _module_of(builder) or code
     first = _first.setdefault(owner, {}).setdefault((id(code), name), value)
     return type(first) is type(value) and first != value
@@ -335,7 +400,7 @@ def compiled_with_numbers(
     starts over without a number that is not `allowed`, decides more than values, or makes torch fail."""
     numbers = _inputs.pop(code, {})
     if not numbers:
-        return compile_graph()
+        return _noting_numbers(graph, code, compile_graph())
     if not allowed:
         _fix(code, numbers)
 
@@ -346,7 +411,7 @@ def compiled_with_numbers(
     try:
         # torch would turn numbers into tensors here, which round differently, and fix the rest
         with unittest.mock.patch.object(graph_compile, "_apply_tensorify_python_scalars", look):
-            return compile_graph()
+            return _noting_numbers(graph, code, compile_graph())
     except TorchDynamoException:
         raise
     except RuntimeError:
@@ -355,8 +420,11 @@ def compiled_with_numbers(
 
 
 def _fix(code: CodeType, names: Collection[str]) -> None:
-    """Start over without these numbers among the inputs; does nothing for an empty list."""
+    """Start over without these numbers among the inputs; does nothing for an empty list. Numbers that the
+    model computes would be others in every step: their code runs without graphs."""
     if names:
+        if any(dynamo_paths.is_models_number(code, name) for name in names):
+            dynamo_paths.run_eagerly(code)
         _fixed.setdefault(code, set()).update(names)
         # tracing takes another path with a constant, and torch compares the paths of two attempts
         symbolic_convert.InstructionTranslator.current_tx().speculation_log.clear()

@@ -12,12 +12,27 @@ from typing import Any, ParamSpec, TypeVar
 from lowtide.garbage import rarely_collected
 from lowtide.ops import recurrent, traced_ops
 from lowtide.ops.recurrent import eager_runs_whole, traced_layers
-from lowtide.torch_compat import dispatch, dynamo, dynamo_paths, dynamo_random, dynamo_values
+from lowtide.torch_compat import dispatch, dynamo, dynamo_counts, dynamo_paths, dynamo_random, dynamo_values
 from lowtide.torch_compat.dispatch import grouped_products_of_any_type
 from lowtide.trace.uncaptured import unwatched
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+PATCHES_OF_DYNAMO: tuple[Callable[[], contextlib.AbstractContextManager[None]], ...] = (
+    dynamo_paths.eager_answers,
+    dynamo_values.batch_values,
+    dynamo_values.changing_numbers,
+    dynamo_counts.counts_in_range,
+    dynamo_random.draws_between_graphs,
+    dynamo_paths.log_lines_after_graphs,
+    dynamo_paths.torchs_own_code,
+    dynamo_paths.resumed_loops,
+    dynamo_paths.masked_writes_between_graphs,
+    dynamo_paths.known_answers,
+)
+"""In the order in which they are applied."""
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
@@ -49,16 +64,10 @@ def tracing() -> Iterator[None]:
         ),
         traced_ops.dropouts_by_number(),
         grouped_products_of_any_type(),
-        dynamo_paths.eager_answers(),
-        dynamo_values.batch_values(),
-        dynamo_values.changing_numbers(),
-        dynamo_random.draws_between_graphs(),
-        dynamo_paths.log_lines_after_graphs(),
-        dynamo_paths.torchs_own_code(),
-        dynamo_paths.resumed_loops(),
-        dynamo_paths.masked_writes_between_graphs(),
-        dynamo_paths.known_answers(),
+        contextlib.ExitStack() as patches,
     ):
+        for patch in PATCHES_OF_DYNAMO:
+            patches.enter_context(patch())
         yield
 
 
