@@ -74,7 +74,10 @@ class CapturedPart:
         if ranks not in self.planners:
             planner = RepeatedGraphsPlanner(without_dominated(self.step(ranks)))
             if self.planners:
-                planner.__dict__["choices"] = next(iter(self.planners.values())).planner.choices
+                first = next(iter(self.planners.values())).planner
+                for name in ("choices", "unplanned"):
+                    if name in vars(first):
+                        vars(planner)[name] = vars(first)[name]
             self.planners[ranks] = StagePlanner(planner)
         return self.planners[ranks]
 

@@ -33,9 +33,9 @@ GATHERED_BYTES = 2 + 4
 class MeshRow:
     """One mesh with its micro-batches, all estimated.
 
-    `peak_bytes` is that of the plan on the fullest GPU; `floor_bytes` the lowest that a plan reaches.
-    `reason` says why it does not fit; it is empty where it does. `waiting_share`: the part of a step in which
-    a GPU waits for others, in exchanges of parameters or for its turn in a pipeline.
+    `peak_bytes` is that of the plan on the fullest GPU; `floor_bytes` the lowest that a plan reaches, where
+    none fits. `reason` says why none fits; it is empty where one does. `waiting_share`: the part of a step in
+    which a GPU waits for others, in exchanges of parameters or for its turn in a pipeline.
     """
 
     mesh: Mesh
@@ -71,10 +71,10 @@ def estimate(
         (find(mesh, micro_batch, part), stage_load(model, mesh, part, number=number))
         for part in ((WHOLE,) if mesh.pipeline == 1 else (FIRST, LAST))
     ]
-    floor = max(planner.lowest(load).peak_bytes for planner, load in stages)
     plans = [planner.best(job.budget_bytes, load) for planner, load in stages]
     chosen = [plan for plan in plans if plan is not None]
     if len(chosen) < len(plans):
+        floor = max(planner.lowest(load).peak_bytes for planner, load in stages)
         return replace(row, floor_bytes=floor, reason="activations, at the lowest plan")
     seconds, compute = step_seconds(model, job, mesh, chosen, micro_batch=micro_batch, number=number)
     slowest = max(chosen, key=lambda plan: pass_seconds(plan, 1))
@@ -82,7 +82,6 @@ def estimate(
         row,
         peak_bytes=max(plan.peak_bytes for plan in chosen),
         unplanned_peak_bytes=max(plan.unplanned_peak_bytes for plan in chosen),
-        floor_bytes=floor,
         step_seconds=seconds,
         recompute_share=slowest.recompute_seconds * number / seconds,
         waiting_share=max(0.0, 1 - compute / seconds),

@@ -3,9 +3,9 @@
     64 GPUs ── meshes ── micro-batches ── plan of each stage ── seconds of a step ── samples per second
     dp 64, dp 8x8, dp 8 tp 8, ...      the cheapest within the budget
 
-A capture takes seconds and there are hundreds of candidates, so that the likeliest come first: in the order of
-`lower_bound`, until none of the others can be expected to be among the fastest. What a captured step takes
-beyond its bound is nearly the same share for all meshes; the smallest share so far is expected of the others.
+A capture takes seconds and there are hundreds of candidates, so that the likeliest come first: in the order
+of `lower_bound`, until none of the others can be expected to be among the fastest. What a captured step takes
+beyond its bound is nearly the same share for all meshes; the smallest so far is expected of the others.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ SLACK = 0.97
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The rows of the candidates that were looked at, the fastest first, and how many candidates there are."""
+    """The rows of candidates that were looked at, the fastest first, and how many candidates there are."""
 
     rows: list[MeshRow]
     candidates: int
@@ -39,10 +39,10 @@ def meshes(model: DividedModel, job: Job) -> Iterator[Mesh]:
     for tensor in _divisors(min(node, job.gpus)):
         if model.heads % tensor or model.length % tensor:
             continue
-        for pipeline in _powers(job.gpus // tensor):
+        for pipeline in powers(job.gpus // tensor):
             if pipeline > 1 and model.blocks < 2 * pipeline:
                 continue
-            for context in _powers(job.gpus // tensor // pipeline):
+            for context in powers(job.gpus // tensor // pipeline):
                 if context > 1 and model.length // context < FEWEST_TOKENS:
                     continue
                 data, left = divmod(job.gpus, tensor * pipeline * context)
@@ -71,7 +71,7 @@ def shard_counts(data: int, *, inner: int, node: int) -> list[int]:
 def micro_batches(mesh: Mesh, job: Job) -> Iterator[tuple[int, int]]:
     """Samples of a micro-batch, and how many follow one another: in a pipeline, as many as stages or more."""
     samples = job.batch // mesh.data
-    for size in _powers(min(samples, LARGEST_MICRO_BATCH)):
+    for size in powers(min(samples, LARGEST_MICRO_BATCH)):
         if samples % size == 0 and (mesh.pipeline == 1 or samples // size >= mesh.pipeline):
             yield size, samples // size
 
@@ -119,7 +119,7 @@ def search(
         if row.fits or candidate.is_smallest:
             rows.append(row)
     progress(len(candidates), len(candidates))
-    return Search(sorted(rows, key=_order), len(candidates))
+    return Search(in_order(rows), len(candidates))
 
 
 def _candidates(model: DividedModel, job: Job) -> Iterator[_Candidate]:
@@ -127,6 +127,11 @@ def _candidates(model: DividedModel, job: Job) -> Iterator[_Candidate]:
         for place, (size, number) in enumerate(micro_batches(mesh, job)):
             least = lower_bound(model, job, mesh, micro_batch=size, number=number)
             yield _Candidate(mesh, size, number, least, is_smallest=not place)
+
+
+def in_order(rows: list[MeshRow]) -> list[MeshRow]:
+    """Those that fit first, the fastest first; of the others, those that need least."""
+    return sorted(rows, key=_order)
 
 
 def _order(row: MeshRow) -> tuple[bool, float, int, Mesh, int]:
@@ -137,7 +142,7 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _powers(most: int) -> Iterator[int]:
+def powers(most: int) -> Iterator[int]:
     """1, 2, 4, ... up to `most`."""
     power = 1
     while power <= most:

@@ -161,6 +161,12 @@ class RepeatedGraphsPlanner(Planner):
         return list(found.values())
 
     @cached_property
+    def unplanned(self) -> list[PricedSchedule]:
+        """Each different graph without any recompute; no search is needed."""
+        alone = [Planner(step_of_graph(self.step, kind[0], rest_bytes=0)) for kind in self.kinds]
+        return [_graph_schedule(planner.step, planner.baseline) for planner in alone]
+
+    @cached_property
     def choices(self) -> list[list[PricedSchedule]]:
         """The schedules of each different graph, the cheapest first; the first one recomputes nothing."""
         return [_graph_schedules(self.step, kind[0]) for kind in self.kinds]
@@ -249,8 +255,7 @@ class RepeatedGraphsPlanner(Planner):
 
     def passes(self) -> Iterator[GraphPass]:
         """The passes of the baseline, in order; exchanges between graphs are passes of no graph."""
-        baseline = [options[0] for options in self.choices]
-        of = {graph: baseline[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
+        of = {graph: self.unplanned[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
         timeline = self.baseline
         waiting: list[int] = []
         position = 0

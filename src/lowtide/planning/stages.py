@@ -28,6 +28,10 @@ CAPTURED_BLOCKS = 4
 """A block behind others and before others is in the middle; the difference of two of these is the growth."""
 
 
+Schedules = Sequence[PricedSchedule]
+"""One for each different graph."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
     """`blocks` of a stage. `in_flight`: micro-batches whose saved values are live at once. `extra_bytes` are
@@ -86,9 +90,13 @@ class StagePlanner:
         self.batch_bytes = sum(s.nbytes for s in self.step.storages if s.static and s.kind is Kind.INPUT)
 
     @cached_property
-    def options(self) -> list[tuple[int, ...]]:
+    def options(self) -> list[Schedules]:
         """Combinations of one schedule for each different graph."""
-        return list(dict.fromkeys(self.planner.candidates()))
+        choices = self.planner.choices
+        return [
+            tuple(choices[kind][option] for kind, option in enumerate(options))
+            for options in dict.fromkeys(self.planner.candidates())
+        ]
 
     @cached_property
     def growth(self) -> Growth:
@@ -99,7 +107,12 @@ class StagePlanner:
         return list(self.planner.passes())
 
     def best(self, budget_bytes: int, load: StageLoad) -> StagePlan | None:
-        """The cheapest plan with a peak of at most `budget_bytes`; None where none was found."""
+        """The cheapest plan with a peak of at most `budget_bytes`; None where none was found.
+
+        Schedules are searched only where the stage does not fit without a plan.
+        """
+        if self.peak(self.planner.unplanned, load) <= budget_bytes:
+            return self._plan(self.planner.unplanned, load)
         fitting = [(self._seconds(o, load), o) for o in self.options if self.peak(o, load) <= budget_bytes]
         return self._plan(min(fitting)[1], load) if fitting else None
 
@@ -107,42 +120,37 @@ class StagePlanner:
         """The plan with the lowest peak."""
         return self._plan(min(self.options, key=lambda o: (self.peak(o, load), o)), load)
 
-    def peak(self, options: tuple[int, ...], load: StageLoad) -> int:
-        """The expected peak of a stage where each different graph has one of its schedules."""
+    def peak(self, schedules: Schedules, load: StageLoad) -> int:
+        """The expected peak of a stage where each different graph has one schedule."""
         of = {
-            graph: self.planner.choices[kind][option]
-            for kind, option in enumerate(options)
-            for graph in self.planner.kinds[kind]
+            graph: schedule
+            for schedule, graphs in zip(schedules, self.planner.kinds, strict=True)
+            for graph in graphs
         }
-        waits = sum(schedule.saved_bytes for schedule in of.values())
-        block = of[self.blocks[0]]
-        more = load.blocks - CAPTURED_BLOCKS
-        waits += more * block.saved_bytes + self.batch_bytes
-        beside = load.extra_bytes + (load.in_flight - 1) * waits
+        more, block = load.blocks - CAPTURED_BLOCKS, of[self.blocks[0]]
+        waits = sum(schedule.saved_bytes for schedule in of.values()) + more * block.saved_bytes
+        beside = load.extra_bytes + (load.in_flight - 1) * (waits + self.batch_bytes)
         return beside + max(_needs(self.passes, self.growth, of, more=more, block=block))
 
-    def _seconds(self, options: tuple[int, ...], load: StageLoad) -> float:
-        counts = {kind: len(graphs) for kind, graphs in enumerate(self.planner.kinds)}
-        counts[self._block_kind] = load.blocks
-        return sum(
-            self.planner.choices[kind][option].seconds * counts[kind] for kind, option in enumerate(options)
-        )
+    def _seconds(self, schedules: Schedules, load: StageLoad) -> float:
+        counts = [load.blocks if kind == self.blocks else len(kind) for kind in self.planner.kinds]
+        return sum(schedule.seconds * number for schedule, number in zip(schedules, counts, strict=True))
 
     @cached_property
     def _block_kind(self) -> int:
         return self.planner.kinds.index(self.blocks)
 
-    def _plan(self, options: tuple[int, ...], load: StageLoad) -> StagePlan:
+    def _plan(self, schedules: Schedules, load: StageLoad) -> StagePlan:
         seconds = {(region, is_block): 0.0 for region in Region for is_block in (False, True)}
         for node in self.step.nodes:
             if not node.on_demand:
                 seconds[node.region, node.segment in self.blocks] += node.seconds
         own = {region: seconds[region, True] / CAPTURED_BLOCKS for region in Region}
-        block = self.planner.choices[self._block_kind][options[self._block_kind]].seconds
-        added = self._seconds(options, load)
+        block = schedules[self._block_kind].seconds
+        added = self._seconds(schedules, load)
         return StagePlan(
-            peak_bytes=self.peak(options, load),
-            unplanned_peak_bytes=self.peak((0,) * len(options), load),
+            peak_bytes=self.peak(schedules, load),
+            unplanned_peak_bytes=self.peak(self.planner.unplanned, load),
             block_forward_seconds=own[Region.FORWARD],
             block_backward_seconds=own[Region.BACKWARD] + block,
             other_forward_seconds=seconds[Region.FORWARD, False],

@@ -62,7 +62,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rotations: Tensor | None = None) -> Tensor:
         x = x + self._scattered(self.out(self._attention(self._gathered(self.attention_norm(x)), rotations)))
-        return x + self._scattered(self.down(self._hidden(self._gathered(self.norm(x)))))
+        y: Tensor = x + self._scattered(self.down(self._hidden(self._gathered(self.norm(x)))))
+        return y
 
     def _attention(self, x: Tensor, rotations: Tensor | None) -> Tensor:
         query = _heads(self.query(x), self.heads)
@@ -76,14 +77,14 @@ class Block(nn.Module):
             mixed = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, enable_gqa=self.heads > self.key_heads
             )
-        return mixed.transpose(1, 2).reshape(*x.shape[:2], -1)
+        flat: Tensor = mixed.transpose(1, 2).reshape(*x.shape[:2], -1)
+        return flat
 
     def _hidden(self, x: Tensor) -> Tensor:
         up: Tensor = self.up(x)
-        hidden: Tensor = (
-            functional.silu(self.gate(x)) * up if self.size.model.is_gated else functional.gelu(up)
-        )
-        return hidden
+        if not self.size.model.is_gated:
+            return functional.gelu(up)
+        return torch.mul(functional.silu(self.gate(x)), up)
 
     def _gathered(self, x: Tensor) -> Tensor:
         return _gathered(x, self.size.tensor)
