@@ -41,8 +41,11 @@ class PartSize:
 
 
 class Block(nn.Module):
-    def __init__(self, size: PartSize) -> None:
+    """`wrap` calls what the block computes, as a checkpoint would."""
+
+    def __init__(self, size: PartSize, *, wrap: Wrap | None = None) -> None:
         super().__init__()
+        self.wrap = wrap
         model = size.model
         self.size = size
         self.heads, self.key_heads = model.heads // size.tensor, model.key_heads // size.tensor
@@ -61,6 +64,9 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, model.width, bias=bias)
 
     def forward(self, x: Tensor, rotations: Tensor | None = None) -> Tensor:
+        return self._compute(x, rotations) if self.wrap is None else self.wrap(self._compute, x, rotations)
+
+    def _compute(self, x: Tensor, rotations: Tensor | None) -> Tensor:
         x = x + self._scattered(self.out(self._attention(self._gathered(self.attention_norm(x)), rotations)))
         y: Tensor = x + self._scattered(self.down(self._hidden(self._gathered(self.norm(x)))))
         return y
@@ -117,18 +123,17 @@ def _rotated(x: Tensor, rotations: Tensor) -> Tensor:
 
 class DecoderPart(nn.Module):
     """Called with tokens (a first stage) or the output of the stage before; returns the loss, or in a stage
-    that is not the last a number that stands for it. `wrap` calls a block, as a checkpoint would."""
+    that is not the last a number that stands for it."""
 
     def __init__(self, size: PartSize, *, wrap: Wrap | None = None) -> None:
         super().__init__()
         self.size = size
-        self.wrap = wrap
         model, words = size.model, -(-size.model.words // size.tensor)
         if size.is_first:
             self.words = nn.Embedding(words, model.width)
             if not model.is_gated:
                 self.places = nn.Parameter(torch.zeros(size.tokens // size.tensor, model.width))
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(Block(size, wrap=wrap) for _ in range(size.blocks))
         if size.is_last:
             self.norm = (nn.RMSNorm if model.is_gated else nn.LayerNorm)(model.width)
             self.head = nn.Linear(model.width, words, bias=False)
@@ -139,7 +144,7 @@ class DecoderPart(nn.Module):
             if not self.size.model.is_gated:
                 x = x + self.places
         for block in self.blocks:
-            x = block(x, *rotations) if self.wrap is None else self.wrap(block, x, *rotations)
+            x = block(x, *rotations)
         if not self.size.is_last:
             sent: Tensor = send(x)
             return sent
