@@ -10,7 +10,7 @@ product, attention and reduce-scatters). No GPU is needed and no constant was ch
 import argparse
 import csv
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -25,11 +25,11 @@ from lowtide.facts import Step
 from lowtide.facts.gpus import GPUS
 from lowtide.facts.meshes import Mesh
 from lowtide.planning.mesh_estimates import stage_load
-from lowtide.planning.mesh_seconds import FIRST, LAST, WHOLE
+from lowtide.planning.mesh_seconds import FIRST, LAST, WHOLE, Job, step_seconds
 from lowtide.planning.repeated_graphs import RepeatedGraphsPlanner
 from lowtide.planning.reserved_budget import baseline_reserved
 from lowtide.planning.schedules import eager_timeline
-from lowtide.planning.stages import CAPTURED_BLOCKS, peak_of_timeline
+from lowtide.planning.stages import CAPTURED_BLOCKS, StagePlanner, peak_of_timeline
 from lowtide.zoo.decoder_parts import PartSize
 from lowtide.zoo.decoders import DECODERS
 
@@ -41,6 +41,7 @@ KEPT = {
 }
 
 
+GPU = GPUS["h100-80g"]
 SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """torchtitan's."""
 UNTRIED = "lowtide.profiling.roofline.with_untried_ops"
@@ -49,7 +50,10 @@ UNTRIED = "lowtide.profiling.roofline.with_untried_ops"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A published run. `local_batch` samples on each group of the mesh, in `micro_batches`."""
+    """A published run: `local_batch` samples on each group of the mesh, in `micro_batches`.
+
+    `published`: GiB of one GPU. `tokens_per_second`: of one GPU that computes in bfloat16 alone.
+    """
 
     source: str
     model: str
@@ -60,97 +64,78 @@ class Row:
     checkpointing: str
     differs: str = ""
     published: float | None = None
+    tokens_per_second: float = 0.0
 
 
 F8 = "compile, float8"
+EIGHT, SEVENTY, FOUR_HUNDRED = "llama3-8b", "llama3-70b", "llama3-405b"
+
+
+def _fsdp(source: str, ranks: int, differs: str, published: float, tokens: float = 0.0) -> Row:
+    return Row(
+        source=source,
+        model=EIGHT,
+        mesh=Mesh(shards=ranks),
+        local_batch=2,
+        checkpointing="selective",
+        differs=differs,
+        published=published,
+        tokens_per_second=tokens,
+    )
+
+
+def _long(source: str, model: str, context: int, published: float) -> Row:
+    """A sequence that grows with the GPUs that it is divided among."""
+    is_deep = model == FOUR_HUNDRED
+    wide = 8 if is_deep else 1
+    return Row(
+        source=source,
+        model=model,
+        mesh=Mesh(
+            shards=8 // context, context=context, tensor=8 if is_deep else 1, pipeline=8 if is_deep else 1
+        ),
+        local_batch=wide,
+        micro_batches=wide,
+        length=32768 * context,
+        checkpointing="full",
+        differs=f"{F8}, async TP" if is_deep else F8,
+        published=published,
+    )
+
+
+def _divided(  # noqa: PLR0917  rows of a table
+    source: str, mesh: Mesh, batch: int, how: str, differs: str, published: float | None, tokens: float = 0.0
+) -> Row:
+    model = {1: SEVENTY if mesh.shards == 32 else EIGHT, 8: FOUR_HUNDRED}[mesh.pipeline]
+    return Row(
+        source=source,
+        model=model,
+        mesh=mesh,
+        local_batch=batch,
+        micro_batches=mesh.pipeline,
+        checkpointing=how,
+        differs=differs,
+        published=published,
+        tokens_per_second=tokens,
+    )
+
+
 ROWS = (
-    Row(source="table 1", model="llama3-8b", mesh=Mesh(shards=8), local_batch=2, checkpointing="selective"),
-    Row(
-        source="table 1",
-        model="llama3-8b",
-        mesh=Mesh(shards=8),
-        local_batch=2,
-        checkpointing="selective",
-        differs="compile",
-    ),
-    Row(
-        source="table 1",
-        model="llama3-8b",
-        mesh=Mesh(shards=8),
-        local_batch=2,
-        checkpointing="selective",
-        differs=F8,
-    ),
-    *(
-        Row(
-            source="table 2",
-            model="llama3-8b",
-            mesh=Mesh(shards=8 // cp, context=cp),
-            local_batch=1,
-            length=32768 * cp,
-            checkpointing="full",
-            differs=F8,
-        )
-        for cp in (1, 2, 4, 8)
-    ),
-    Row(source="table 3", model="llama3-8b", mesh=Mesh(shards=128), local_batch=2, checkpointing="selective"),
-    Row(
-        source="table 3",
-        model="llama3-8b",
-        mesh=Mesh(shards=128),
-        local_batch=2,
-        checkpointing="selective",
-        differs="compile",
-    ),
-    Row(
-        source="table 3",
-        model="llama3-8b",
-        mesh=Mesh(shards=128),
-        local_batch=2,
-        checkpointing="selective",
-        differs=F8,
-    ),
-    Row(
-        source="table 4",
-        model="llama3-70b",
-        mesh=Mesh(shards=32, tensor=8),
-        local_batch=16,
-        checkpointing="full",
-        differs=F8,
-    ),
-    Row(
-        source="table 5",
-        model="llama3-405b",
-        mesh=Mesh(shards=8, tensor=8, pipeline=8),
-        local_batch=32,
-        micro_batches=8,
-        checkpointing="full",
-        differs=f"{F8}, async TP",
-    ),
-    *(
-        Row(
-            source="table 6",
-            model="llama3-405b",
-            mesh=Mesh(shards=8 // cp, context=cp, tensor=8, pipeline=8),
-            local_batch=8,
-            micro_batches=8,
-            length=32768 * cp,
-            checkpointing="full",
-            differs=f"{F8}, async TP",
-        )
-        for cp in (1, 2, 4, 8)
-    ),
-    *(
-        Row(
-            source="H200, Trainy",
-            model="llama3-8b",
-            mesh=Mesh(shards=shards),
-            local_batch=2,
-            checkpointing="selective",
-            differs=F8,
-        )
-        for shards in (32, 64)
-    ),
+    _fsdp("table 1", 8, "", 82.4, 5762),
+    _fsdp("table 1", 8, "compile", 77.0, 6667),
+    _fsdp("table 1", 8, F8, 76.8),
+    *(_long("table 2", EIGHT, 2**i, gib) for i, gib in enumerate((83.9, 84.2, 84.0, 84.5))),
+    _fsdp("table 3", 128, "", 67.0, 5605),
+    _fsdp("table 3", 128, "compile", 62.0, 6514),
+    _fsdp("table 3", 128, F8, 61.8),
+    _divided("table 4", Mesh(shards=32, tensor=8), 16, "full", F8, 71.9),
+    _divided("table 4", Mesh(shards=32, tensor=8), 16, "full", f"{F8}, async TP", 67.6),
+    _divided("table 5", Mesh(shards=8, tensor=8, pipeline=8), 32, "full", f"{F8}, async TP", 82.5),
+    *(_long("table 6", FOUR_HUNDRED, 2**i, gib) for i, gib in enumerate((75.3, 75.9, 77.1, 84.9))),
+    _fsdp("H200", 32, F8, 47.96),
+    _fsdp("H200", 64, F8, 46.97),
+    _divided("async TP", Mesh(shards=32, tensor=8), 16, "full", "compile", None, 597.3),
+    _divided("async TP", Mesh(shards=8, tensor=8), 12, "selective", "compile", None, 4378),
 )
 
 
@@ -177,30 +162,37 @@ WRAPS = {
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The peak of the fullest stage as eager PyTorch runs it, and what torch's allocator reserves then; the
-    latter only where one stage has all blocks."""
+    """The peak of the fullest stage as eager PyTorch runs it, what torch's allocator reserves then, and
+    tokens per second; the last two only where one stage has all blocks."""
 
     peak_bytes: int
-    reserved_bytes: int | None
+    reserved_bytes: int | None = None
+    tokens_per_second: float = 0.0
 
 
 def predicted(row: Row) -> Predicted:
-    model, mesh = DECODERS[row.model], row.mesh
+    size, mesh = divided(DECODERS[row.model], length=row.length), row.mesh
     found = []
     for part in (WHOLE,) if mesh.pipeline == 1 else (FIRST, LAST):
         step = captured_step(row, part, blocks=CAPTURED_BLOCKS)
-        load = stage_load(divided(model, length=row.length), mesh, part, number=row.micro_batches)
-        blocks = max(RepeatedGraphsPlanner(step).kinds, key=len)
-        assert len(blocks) == CAPTURED_BLOCKS
-        found.append(peak_of_timeline(step, eager_timeline(step), blocks, load))
-    reserved = None
-    if mesh.pipeline == 1:
-        whole = captured_step(row, WHOLE, blocks=model.blocks)
-        assert abs(eager_timeline(whole).peak_bytes / found[0] - 1) < 0.001
-        reserved = baseline_reserved(
-            whole, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        ).reserved_bytes
-    return Predicted(max(found), reserved)
+        load = stage_load(size, mesh, part, number=row.micro_batches)
+        planner = StagePlanner(RepeatedGraphsPlanner(step))
+        timeline = eager_timeline(step)
+        found.append(peak_of_timeline(step, timeline, planner.blocks, load))
+    if mesh.pipeline > 1:
+        return Predicted(max(found))
+    whole = captured_step(row, WHOLE, blocks=size.blocks)
+    assert abs(eager_timeline(whole).peak_bytes / found[0] - 1) < 0.001
+    plan = planner.best(1 << 60, load)
+    assert plan is not None
+    again = (timeline.seconds - step.seconds) / CAPTURED_BLOCKS
+    plan = replace(plan, block_backward_seconds=plan.block_backward_seconds + again)
+    batch = row.local_batch * mesh.data
+    job = Job(gpu=GPU, gpus=mesh.gpus, batch=batch, budget_bytes=GPU.memory_bytes)
+    seconds, _ = step_seconds(size, job, mesh, [plan], micro_batch=row.local_batch, number=1)
+    return Predicted(
+        found[0], baseline_reserved(whole, SETTINGS).reserved_bytes, batch * row.length / seconds / mesh.gpus
+    )
 
 
 def captured_step(row: Row, part: str, *, blocks: int) -> Step:
@@ -215,7 +207,7 @@ def captured_step(row: Row, part: str, *, blocks: int) -> Step:
         is_last=part in (WHOLE, LAST),
     )
     micro_batch = row.local_batch // row.micro_batches
-    captured = capture_part(size, micro_batch, gpu=GPUS["h100-80g"], wrap=WRAPS[row.checkpointing])
+    captured = capture_part(size, micro_batch, gpu=GPU, wrap=WRAPS[row.checkpointing])
     with mock.patch(UNTRIED, lambda step, captured: step):
         return captured.step(mesh.parameter_ranks)
 
@@ -236,22 +228,25 @@ def main() -> None:
         key = (row.model, row.mesh, row.local_batch, row.micro_batches, row.length, row.checkpointing)
         if key not in known:
             known[key] = predicted(row)
-        gib, reserved = known[key].peak_bytes / 2**30, known[key].reserved_bytes
-        best = gib if reserved is None else reserved / 2**30
-        error = "" if row.published is None else f"{best / row.published - 1:+.1%}"
+        one = known[key]
+        best = (one.peak_bytes if one.reserved_bytes is None else one.reserved_bytes) / 2**30
+        speed = one.tokens_per_second
         lines.append(
             {
                 "run": row.source,
                 "model": row.model,
                 "mesh": row.mesh.label,
-                "batch": f"{row.local_batch}",
-                "length": str(row.length),
+                "batch": f"{row.local_batch // row.micro_batches} x {row.micro_batches}",
+                "length": f"{row.length:,}",
                 "checkpointing": row.checkpointing,
                 "differs": row.differs,
                 "published": "" if row.published is None else f"{row.published:.1f}",
-                "allocated": f"{gib:.1f}",
-                "reserved": "" if reserved is None else f"{best:.1f}",
-                "error": error,
+                "allocated": f"{one.peak_bytes / 2**30:.1f}",
+                "reserved": "" if one.reserved_bytes is None else f"{best:.1f}",
+                "error": "" if row.published is None else f"{best / row.published - 1:+.1%}",
+                "tokens/s": f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "",
+                "estimated": f"{speed:,.0f}" if row.tokens_per_second else "",
+                "ratio": f"{speed / row.tokens_per_second:.2f}" if row.tokens_per_second else "",
             }
         )
         if len(lines) == 1:
