@@ -4,7 +4,7 @@ import pytest
 
 from lowtide.facts.gpus import GPUS
 from lowtide.facts.meshes import Mesh
-from lowtide.planning.collectives import Group
+from lowtide.planning.link_seconds import LinkedGroup
 from lowtide.planning.mesh_estimates import MeshRow, always_bytes, stage_load
 from lowtide.planning.mesh_search import meshes, micro_batches, search, shard_counts
 from lowtide.planning.mesh_seconds import FIRST, LAST, WHOLE, DividedModel, Job, lower_bound, step_seconds
@@ -25,7 +25,7 @@ class Stage:
 
     def __init__(self, mesh: Mesh, micro_batch: int, *, saved_bytes: int = GIB) -> None:
         self.block_bytes = saved_bytes * micro_batch // mesh.tensor
-        exchange = Group(GPUS["h100-80g"], mesh.tensor).gather_seconds(
+        exchange = LinkedGroup(GPUS["h100-80g"], mesh.tensor).gather_seconds(
             MODEL.length * MODEL.width * 2 * micro_batch
         )
         self.seconds = 0.02 * micro_batch / mesh.tensor + 4 * exchange

@@ -16,7 +16,7 @@ from lowtide.facts.auto_budget import gpu_budget
 from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.sizes import is_auto, parse_size
 from lowtide.planning.mesh_estimates import MeshRow
-from lowtide.planning.mesh_search import Search
+from lowtide.planning.mesh_search import MeshSearch
 from lowtide.planning.mesh_seconds import Job
 from lowtide.report.style import size
 from lowtide.zoo.decoders import DECODERS, DecoderSize
@@ -52,7 +52,7 @@ def search_command(
     step: StepOptions,
     others: tuple[str, ...],
 ) -> None:
-    """Search, show the meshes that fit, and exit with 3 where none does. `others`: more options that were
+    """MeshSearch, show the meshes that fit, and exit with 3 where none does. `others`: more options that were
     given."""
     job = _job(source, gpus=gpus, batch_size=batch_size, budget=budget, step=step, others=others)
     decoder = DECODERS.get(source)
@@ -121,7 +121,7 @@ def _budget_bytes(budget: str | None, gpu: Gpu) -> int:
 
 def _search_decoder(
     terminal: Terminal, decoder: DecoderSize, job: Job, step: StepOptions
-) -> tuple[Search, str, int]:
+) -> tuple[MeshSearch, str, int]:
     if step.optimizer is not None:
         raise UsageError(
             f"--optimizer {step.optimizer}: {decoder.name} is searched with AdamW, as published runs of it "
@@ -137,7 +137,9 @@ def _search_decoder(
     return found, "tokens", length
 
 
-def _search_target(terminal: Terminal, source: str, job: Job, step: StepOptions) -> tuple[Search, str, int]:
+def _search_target(
+    terminal: Terminal, source: str, job: Job, step: StepOptions
+) -> tuple[MeshSearch, str, int]:
     from lowtide.experiments.target_search import search_target
 
     def find(micro_batch: int, shards: int) -> "tuple[Profile, int, int]":
@@ -148,7 +150,7 @@ def _search_target(terminal: Terminal, source: str, job: Job, step: StepOptions)
     return search_target(job, find), "samples", 1
 
 
-def search_data(found: Search, job: Job, *, name: str, unit: str, each: int) -> dict[str, Any]:
+def search_data(found: MeshSearch, job: Job, *, name: str, unit: str, each: int) -> dict[str, Any]:
     return {
         "target": name,
         "device": job.gpu.label,
@@ -170,7 +172,7 @@ def search_data(found: Search, job: Job, *, name: str, unit: str, each: int) -> 
     }
 
 
-def search_tables(found: Search, job: Job, *, name: str, unit: str, each: int) -> list[RenderableType]:
+def search_tables(found: MeshSearch, job: Job, *, name: str, unit: str, each: int) -> list[RenderableType]:
     fitting = [row for row in found.rows if row.fits]
     refused = [row for row in found.rows if not row.fits]
     samples = f"{job.batch} x {each} tokens" if each > 1 else str(job.batch)

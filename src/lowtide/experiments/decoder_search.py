@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from lowtide.experiments.mesh_steps import CapturedPart, capture_part
 from lowtide.facts.meshes import Mesh
-from lowtide.planning.mesh_search import FASTEST, Search, search
+from lowtide.planning.mesh_search import FASTEST, MeshSearch, search
 from lowtide.planning.mesh_seconds import FIRST, LAST, WHOLE, DividedModel, Job
 from lowtide.planning.stages import CAPTURED_BLOCKS, StagePlanner
 from lowtide.zoo.decoder_parts import PartSize
@@ -31,7 +31,7 @@ def search_decoder(
     length: int,
     fastest: int = FASTEST,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Search:
+) -> MeshSearch:
     """All meshes of the job's GPUs for a decoder, the fastest first."""
     captured: dict[tuple[int, int, int, str], CapturedPart] = {}
 

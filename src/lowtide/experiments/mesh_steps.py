@@ -19,7 +19,7 @@ from lowtide.facts import Step
 from lowtide.facts.gpus import Gpu
 from lowtide.garbage import rarely_collected
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulate_sharding
-from lowtide.planning.collectives import Group, with_link_seconds
+from lowtide.planning.link_seconds import LinkedGroup, with_link_seconds
 from lowtide.planning.repeated_graphs import RepeatedGraphsPlanner
 from lowtide.planning.stages import StagePlanner
 from lowtide.planning.variants import without_dominated
@@ -64,8 +64,8 @@ class CapturedPart:
         key_width = 2 * size.model.width * size.model.key_heads // size.model.heads // size.tensor
         return with_link_seconds(
             estimated_costs(captured, self.gpu),
-            Group(self.gpu, size.tensor),
-            Group(self.gpu, size.context, stride),
+            LinkedGroup(self.gpu, size.tensor),
+            LinkedGroup(self.gpu, size.context, stride),
             key_bytes=self.micro_batch * size.tokens * key_width * torch.bfloat16.itemsize,
         )
 

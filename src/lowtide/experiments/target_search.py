@@ -10,9 +10,9 @@ from dataclasses import replace
 from lowtide.errors import BudgetTooSmall
 from lowtide.facts import Region
 from lowtide.facts.meshes import Mesh
-from lowtide.planning.collectives import Group
+from lowtide.planning.link_seconds import LinkedGroup
 from lowtide.planning.mesh_estimates import MeshRow
-from lowtide.planning.mesh_search import LARGEST_MICRO_BATCH, Search, in_order, powers, shard_counts
+from lowtide.planning.mesh_search import LARGEST_MICRO_BATCH, MeshSearch, in_order, powers, shard_counts
 from lowtide.planning.mesh_seconds import Job
 from lowtide.profiles import Profile
 
@@ -22,11 +22,11 @@ FindProfile = Callable[[int, int], tuple[Profile, int, int]]
 
 def search_target(
     job: Job, find: FindProfile, *, progress: Callable[[int, int], None] = lambda done, total: None
-) -> Search:
+) -> MeshSearch:
     """A row for each mesh and micro-batch, the fastest first; none behind one that does not fit."""
     samples, left = divmod(job.batch, job.gpus)
     if left:
-        return Search([], 0)
+        return MeshSearch([], 0)
     counts = shard_counts(job.gpus, inner=1, node=job.gpu.gpus_per_node)
     sizes = [size for size in powers(min(samples, LARGEST_MICRO_BATCH)) if samples % size == 0]
     rows: list[MeshRow] = []
@@ -38,7 +38,7 @@ def search_target(
                 rows.append(row)
             if not row.fits:
                 break
-    return Search(in_order(rows), len(counts) * len(sizes))
+    return MeshSearch(in_order(rows), len(counts) * len(sizes))
 
 
 def _row(job: Job, mesh: Mesh, find: FindProfile, size: int, number: int) -> MeshRow:
@@ -54,7 +54,7 @@ def _row(job: Job, mesh: Mesh, find: FindProfile, size: int, number: int) -> Mes
     seconds = dict.fromkeys(Region, 0.0)
     for node in profile.nodes:
         seconds[node.region] += 0.0 if node.on_demand else node.seconds
-    shards, replicas = Group(job.gpu, mesh.shards), Group(job.gpu, mesh.replicas, mesh.shards)
+    shards, replicas = LinkedGroup(job.gpu, mesh.shards), LinkedGroup(job.gpu, mesh.replicas, mesh.shards)
     gathered = shards.gather_seconds(parameter_bytes)
     reduced = shards.gather_seconds(gradient_bytes) + replicas.reduce_seconds(gradient_bytes / mesh.shards)
     forward = max(seconds[Region.FORWARD], gathered)

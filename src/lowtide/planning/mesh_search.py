@@ -26,7 +26,7 @@ SLACK = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
+class MeshSearch:
     """The rows of candidates that were looked at, the fastest first, and how many candidates there are."""
 
     rows: list[MeshRow]
@@ -92,7 +92,7 @@ def search(
     *,
     fastest: int = FASTEST,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Search:
+) -> MeshSearch:
     """Rows of candidates: those that fit first, the fastest first.
 
     Of a mesh that does not fit with its smallest micro-batch there is one row that says why.
@@ -119,7 +119,7 @@ def search(
         if row.fits or candidate.is_smallest:
             rows.append(row)
     progress(len(candidates), len(candidates))
-    return Search(in_order(rows), len(candidates))
+    return MeshSearch(in_order(rows), len(candidates))
 
 
 def _candidates(model: DividedModel, job: Job) -> Iterator[_Candidate]:

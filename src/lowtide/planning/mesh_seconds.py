@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowtide.facts.gpus import Gpu
 from lowtide.facts.meshes import Mesh
-from lowtide.planning.collectives import SHARE_OF_PEAK, Group
+from lowtide.planning.link_seconds import SHARE_OF_PEAK, LinkedGroup
 from lowtide.planning.stages import StagePlan
 
 WHOLE, FIRST, LAST = "whole", "first", "last"
@@ -67,8 +67,8 @@ def step_seconds(
     """The seconds of a step, and those in which a GPU computes."""
     blocks = longest_stage(model, mesh)
     inner = mesh.tensor
-    shards = Group(job.gpu, mesh.parameter_ranks, inner)
-    replicas = Group(job.gpu, mesh.replicas, inner * mesh.parameter_ranks)
+    shards = LinkedGroup(job.gpu, mesh.parameter_ranks, inner)
+    replicas = LinkedGroup(job.gpu, mesh.replicas, inner * mesh.parameter_ranks)
     block = model.block_parameters / mesh.tensor
     other = other_parameters(model, mesh, WHOLE if mesh.pipeline == 1 else FIRST)
 
@@ -90,7 +90,7 @@ def step_seconds(
         # nothing runs beside the first gather and the last reduction
         ends = gathered(other) + gathered(block) + reduced(block) + reduced(other)
         return number * (forward + backward + plan.other_backward_seconds + ends) + update, compute
-    stages = Group(job.gpu, mesh.pipeline, job.gpus // mesh.pipeline)
+    stages = LinkedGroup(job.gpu, mesh.pipeline, job.gpus // mesh.pipeline)
     message = micro_batch * model.length * model.width * 2 // mesh.context // mesh.tensor
     turn = slowest + 2 * stages.send_seconds(message)
     ends = gathered(blocks * block + other) + reduced(blocks * block + other)
@@ -102,7 +102,7 @@ def lower_bound(model: DividedModel, job: Job, mesh: Mesh, *, micro_batch: int, 
     rate = job.gpu.flops_per_second.get("bfloat16", job.gpu.flops_per_second["float32"]) * SHARE_OF_PEAK
     tokens = micro_batch * model.length / mesh.context
     whole = tokens * model.width * 2
-    tensor = Group(job.gpu, mesh.tensor)
+    tensor = LinkedGroup(job.gpu, mesh.tensor)
     exchanges = 4 * tensor.gather_seconds(whole)
     products = 2 * model.block_parameters * tokens / mesh.tensor / rate
     scores = 4 * tokens * model.length * model.width / mesh.tensor / rate

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from lowtide.errors import LowtideError
 from lowtide.facts import Kind, Region, Step
 from lowtide.planning.repeated_graphs import GraphPass, PricedSchedule, RepeatedGraphsPlanner
 from lowtide.planning.simulate import Timeline
@@ -81,11 +80,7 @@ class StagePlanner:
         self.planner = planner
         self.step = planner.step
         blocks = max(planner.kinds, key=len)
-        if len(blocks) != CAPTURED_BLOCKS:
-            raise LowtideError(
-                f"a stage is planned from a step of {CAPTURED_BLOCKS} equal blocks, not {len(blocks)}: its "
-                "first or last block is another graph than those between"
-            )
+        assert len(blocks) == CAPTURED_BLOCKS, "the first or last block is another graph than those between"
         self.blocks = blocks
         self.batch_bytes = sum(s.nbytes for s in self.step.storages if s.static and s.kind is Kind.INPUT)
 

@@ -40,7 +40,7 @@ class PartSize:
         return self.length // self.context
 
 
-class Block(nn.Module):
+class DecoderBlock(nn.Module):
     """`wrap` calls what the block computes, as a checkpoint would."""
 
     def __init__(self, size: PartSize, *, wrap: Wrap | None = None) -> None:
@@ -133,7 +133,7 @@ class DecoderPart(nn.Module):
             self.words = nn.Embedding(words, model.width)
             if not model.is_gated:
                 self.places = nn.Parameter(torch.zeros(size.tokens // size.tensor, model.width))
-        self.blocks = nn.ModuleList(Block(size, wrap=wrap) for _ in range(size.blocks))
+        self.blocks = nn.ModuleList(DecoderBlock(size, wrap=wrap) for _ in range(size.blocks))
         if size.is_last:
             self.norm = (nn.RMSNorm if model.is_gated else nn.LayerNorm)(model.width)
             self.head = nn.Linear(model.width, words, bias=False)

@@ -22,7 +22,7 @@ NAMESPACE = "lowtide_mesh."
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class LinkedGroup:
     """GPUs that exchange values: so many, each `stride` GPUs behind the last."""
 
     gpu: Gpu
@@ -55,7 +55,7 @@ class Group:
         return nbytes / self.bytes_per_second + LATENCY_SECONDS if self.ranks > 1 else 0.0
 
 
-def with_link_seconds(step: Step, tensor: Group, context: Group, *, key_bytes: int) -> Step:
+def with_link_seconds(step: Step, tensor: LinkedGroup, context: LinkedGroup, *, key_bytes: int) -> Step:
     """The step with the seconds of its traced collectives.
 
     Attention over a ring takes the longer of its scores and of the exchange of `key_bytes`, the keys and
