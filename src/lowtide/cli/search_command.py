@@ -15,7 +15,7 @@ from lowtide.errors import LowtideError, TargetError
 from lowtide.facts.auto_budget import gpu_budget
 from lowtide.facts.gpus import GPUS, Gpu
 from lowtide.facts.sizes import is_auto, parse_size
-from lowtide.planning.mesh_estimates import MeshRow
+from lowtide.planning.mesh_estimates import PARAMETERS, MeshRow
 from lowtide.planning.mesh_search import MeshSearch
 from lowtide.planning.mesh_seconds import Job
 from lowtide.report.style import size
@@ -182,7 +182,8 @@ def search_tables(found: MeshSearch, job: Job, *, name: str, unit: str, each: in
         columns = ("mesh", "micro-batches>", "peak>", "recompute>", "waits>", f"{unit}/s>")
         shown.append(table(title, columns, [_fitting(row, each) for row in fitting[:SHOWN]]))
     else:
-        shown.append(Text(f"{title}: no mesh fits. Give more --gpus, or a smaller -b"))
+        less = ", or a smaller -b" if any(row.reason != PARAMETERS for row in refused) else ""
+        shown.append(Text(f"{title}: no mesh fits. Give more --gpus{less}"))
     if refused:
         reasons = ("does not fit", "micro-batch>", "needs at least>", "for")
         shown.append(table("", reasons, [_refused(row) for row in refused[:SHOWN]]))

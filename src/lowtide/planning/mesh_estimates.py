@@ -55,6 +55,8 @@ class MeshRow:
         return not self.reason
 
 
+PARAMETERS = "parameters and optimizer state"
+
 FindStage = Callable[[Mesh, int, str], StagePlanner]
 """The planner of a part of a model (`whole`, `first`, `last`) on a mesh, for a micro-batch."""
 
@@ -66,7 +68,7 @@ def estimate(
     row = MeshRow(mesh=mesh, micro_batch=micro_batch, micro_batches=number)
     always = always_bytes(model, mesh)
     if always > job.budget_bytes:
-        return replace(row, floor_bytes=always, reason="parameters and optimizer state")
+        return replace(row, floor_bytes=always, reason=PARAMETERS)
     stages = [
         (find(mesh, micro_batch, part), stage_load(model, mesh, part, number=number))
         for part in ((WHOLE,) if mesh.pipeline == 1 else (FIRST, LAST))
