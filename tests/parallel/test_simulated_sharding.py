@@ -10,6 +10,8 @@ from torch import nn
 
 import lowtide
 from lowtide.parallel.simulated_sharding import blocks_of, simulate_sharding
+from lowtide.torch_compat.dispatch import FakeTensorMode
+from lowtide.trace.trace_model import trace
 
 pytestmark = pytest.mark.slow
 
@@ -89,3 +91,12 @@ def test_the_command_line_plans_for_one_of_many_processes(run_lowtide):
     assert code == 0
     found = json.loads(out)
     assert found["peak_bytes"] <= found["budget_bytes"]
+
+
+def test_a_model_of_fake_parameters_is_captured_as_one_of_real_parameters():
+    with FakeTensorMode():
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)))
+        batch = torch.empty(4, 8)
+    simulated = simulate_sharding(model, ranks=4)
+    traced = trace(model, (batch,), {}, loss=lambda out: out.sum(), simulated=simulated)
+    assert len(traced.executions) >= 2

@@ -16,6 +16,7 @@ EXAMPLES = {
     "plan": (
         "lowtide plan out/profile.json --budget 60% -o out",
         "lowtide plan train.py:make -b 32 --budget 8GiB --planner mu-two",
+        "lowtide plan llama3-8b -b 256 --gpus 64 --device h100-80g --search",
     ),
     "verify": ("lowtide verify out/plan.json", "lowtide verify out/plan.json --on cuda --json"),
     "explain": ("lowtide explain out/plan.json relu_3",),

@@ -60,6 +60,10 @@ def valid_budget(text: str) -> str:
     return _read(text, lambda: check_budget(text))
 
 
+def valid_optional_budget(text: str | None) -> str | None:
+    return None if text is None else valid_budget(text)
+
+
 def bytes_budget(text: str) -> str:
     """Refuse a share as well: each size has its own peak."""
     if text.strip().endswith("%"):
@@ -88,6 +92,13 @@ def live_budgets(text: str | None) -> str | None:
     for one in several(text):
         live_budget(one)
     return text
+
+
+def valid_count(text: str | None) -> str | None:
+    """Refuse what is not a positive whole number."""
+    if text is None or (text.isascii() and text.isdigit() and int(text) > 0):
+        return text
+    raise typer.BadParameter(f"'{text}' is no number of GPUs: give a whole number from 1 on, such as 64")
 
 
 def valid_size(text: str) -> str:

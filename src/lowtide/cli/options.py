@@ -16,8 +16,10 @@ from lowtide.cli.option_values import (
     sources,
     targets,
     valid_budget,
+    valid_count,
     valid_offload,
     valid_offload_what,
+    valid_optional_budget,
     valid_planner,
     valid_planners,
     valid_rounds,
@@ -25,6 +27,7 @@ from lowtide.cli.option_values import (
 )
 from lowtide.facts.gpus import GPUS
 from lowtide.planning.registry import planner_names
+from lowtide.zoo.decoders import DECODERS
 
 
 class ProfileMode(StrEnum):
@@ -94,6 +97,18 @@ Budget = Annotated[
         callback=valid_budget,
     ),
 ]
+OptionalBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="SIZE",
+        help="Largest peak that the step may have: 8GiB, 500MB, 60% of the baseline's peak, or auto: "
+        "what the device has free. "
+        "'20GiB reserved': of what an accelerator's allocator reserves. --search alone needs none.",
+        show_default=False,
+        callback=valid_optional_budget,
+    ),
+]
 LiveBudget = Annotated[
     str,
     typer.Option(
@@ -125,6 +140,24 @@ Ranks = Annotated[
         metavar="N",
         min=1,
         help="Plan for one of so many processes that share the parameters of a TARGET; none has to run.",
+    ),
+]
+Gpus = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="How many GPUs --search divides a step among.",
+        callback=valid_count,
+        show_default=False,
+    ),
+]
+SearchMeshes = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Find the fastest mesh of --gpus of a --device, none of which has to be here: how samples and "
+        "parameters are divided, in which micro-batches, with which plan. Of "
+        f"{', '.join(DECODERS)} also layers, blocks and the sequence. --batch-size is that of all GPUs.",
     ),
 ]
 Shard = Annotated[

@@ -21,15 +21,19 @@ from lowtide.cli.options import (
     Budget,
     Executor,
     ExecutorName,
+    Gpus,
     On,
     OptionalBatchSize,
+    OptionalBudget,
     Planner,
     RunFolder,
+    SearchMeshes,
     Source,
     TargetText,
     TimedPairs,
 )
 from lowtide.cli.refusals import again, remedies, target_command
+from lowtide.cli.search_command import search_command
 from lowtide.cli.sources import (
     StepOptions,
     offers,
@@ -43,6 +47,7 @@ from lowtide.cli.terminal import Terminal
 from lowtide.errors import BudgetTooSmall, TargetError
 from lowtide.facts.gpus import gpu_behind
 from lowtide.units import round_up_size
+from lowtide.zoo.decoders import DECODERS
 from lowtide.zoo.targets import Target, TargetSpec
 
 
@@ -83,17 +88,43 @@ def plan(
     terminal: Terminal,
     source: Source,
     *,
-    budget: Budget,
+    budget: OptionalBudget = None,
     planner: Planner = "auto",
     batch_size: OptionalBatchSize = None,
     step: Annotated[StepOptions, offers("ranks", "shard", "device", "step_in_backward", "offload", "rounds")],
+    gpus: Gpus = None,
+    search: SearchMeshes = False,
     executor: Executor = ExecutorName.EAGER,
     output: OutputOptions,
 ) -> None:
     """Decide what to recompute so that a step fits into a budget. From a profile.json at once, without torch.
 
-    With -o writes plan.json and ac_decisions.csv.
+    With -o writes plan.json and ac_decisions.csv. With --search finds the fastest mesh of many GPUs instead,
+    estimated; exits with 3 where none fits.
     """
+    if search:
+        others = {
+            "--planner": planner != "auto",
+            "--executor": executor is not ExecutorName.EAGER,
+            "--output": output.folder is not None,
+        }
+        search_command(
+            terminal,
+            source,
+            gpus=None if gpus is None else int(gpus),
+            batch_size=batch_size,
+            budget=budget,
+            step=step,
+            others=tuple(name for name, given in others.items() if given),
+        )
+    if source in DECODERS:
+        raise UsageError(f"{source} is a model of --search alone: add --gpus N --device NAME --search")
+    if gpus is not None:
+        raise UsageError(
+            f"--gpus {gpus} is for --search: add it, or say --ranks {gpus} to plan one of so many processes"
+        )
+    if budget is None:
+        raise UsageError("Missing option '--budget': say how much the step may take, as in --budget 8GiB")
     from lowtide.cli import output_files as files
     from lowtide.cli.tables import plan_summary, plan_tables
 

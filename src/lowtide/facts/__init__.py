@@ -4,6 +4,7 @@
 - `plan`: a planner's answer: schedule, decisions, solution; names of planners and executors
 - `levers`: changes of a loop that lower the floor of its step
 - `sharding`: how parameters are divided among processes
+- `meshes`: how many GPUs share samples, layers, blocks and the sequence of a step
 - `gpus`: published figures of GPUs
 - `sizes`: sizes and budgets as people write them
 - `serial`: steps and solutions as JSON and back

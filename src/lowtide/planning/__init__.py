@@ -24,6 +24,9 @@ From a step to a solution:
 - `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
 - `repeated_calls`: the step of several calls of a model, from that of one
 - `rounded_step`: a step in the form that rounds, beside its exact form
+- `stages`: a stage of many equal blocks, from a step of a few
+- `mesh_search`: the fastest mesh of GPUs; `mesh_estimates`: peak and seconds of one mesh; `mesh_seconds`: its
+  seconds; `link_seconds`: those of exchanges
 - `decisions`: a solution in words, and what would lower the floor
 
 Beside them:

@@ -124,7 +124,7 @@ class Combination:
 
 
 @dataclass(frozen=True, slots=True)
-class _GraphPass:
+class GraphPass:
     """One pass of one graph (-1 for the optimizer): the bytes that no schedule changes, and the graphs whose
     saved values wait for their backward pass."""
 
@@ -161,6 +161,12 @@ class RepeatedGraphsPlanner(Planner):
         return list(found.values())
 
     @cached_property
+    def unplanned(self) -> list[PricedSchedule]:
+        """Each different graph without any recompute; no search is needed."""
+        alone = [Planner(step_of_graph(self.step, kind[0], rest_bytes=0)) for kind in self.kinds]
+        return [_graph_schedule(planner.step, planner.baseline) for planner in alone]
+
+    @cached_property
     def choices(self) -> list[list[PricedSchedule]]:
         """The schedules of each different graph, the cheapest first; the first one recomputes nothing."""
         return [_graph_schedules(self.step, kind[0]) for kind in self.kinds]
@@ -168,9 +174,9 @@ class RepeatedGraphsPlanner(Planner):
     @cached_property
     def combinations(self) -> list[Combination]:
         """The Pareto front of seconds and expected peaks, the cheapest first."""
-        passes = list(self._passes())
+        passes = list(self.passes())
         found: set[Combination] = set()
-        for options in dict.fromkeys(self._candidates()):
+        for options in dict.fromkeys(self.candidates()):
             seconds = sum(
                 self.choices[kind][option].seconds * len(self.kinds[kind])
                 for kind, option in enumerate(options)
@@ -236,7 +242,7 @@ class RepeatedGraphsPlanner(Planner):
                 schedules[graph] = self.choices[kind][option].schedule
         return simulate(self.step, runs_of_schedules(self.step, schedules))
 
-    def _candidates(self) -> Iterator[tuple[int, ...]]:
+    def candidates(self) -> Iterator[tuple[int, ...]]:
         """The best schedules for each price of a saved byte and each limit of the backward peaks."""
         prices = sorted({price for options in self.choices for price in _prices(options)} | {0.0})
         for share in np.linspace(1.0, 0.0, NUM_BACKWARD_LIMITS):
@@ -247,9 +253,9 @@ class RepeatedGraphsPlanner(Planner):
                     for options, usable in zip(self.choices, limited, strict=True)
                 )
 
-    def _passes(self) -> Iterator[_GraphPass]:
-        baseline = [options[0] for options in self.choices]
-        of = {graph: baseline[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
+    def passes(self) -> Iterator[GraphPass]:
+        """The passes of the baseline, in order; exchanges between graphs are passes of no graph."""
+        of = {graph: self.unplanned[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
         timeline = self.baseline
         waiting: list[int] = []
         position = 0
@@ -264,7 +270,7 @@ class RepeatedGraphsPlanner(Planner):
             if graph >= 0:
                 own = of[graph].backward_bytes if is_backward else of[graph].forward_bytes
             base = live - own - sum(of[other].saved_bytes for other in waiting)
-            yield _GraphPass(base, graph, is_backward, tuple(waiting))
+            yield GraphPass(base, graph, is_backward, tuple(waiting))
             if region is Region.FORWARD and graph >= 0:
                 waiting.append(graph)
 
@@ -272,7 +278,7 @@ class RepeatedGraphsPlanner(Planner):
         node = self.step.nodes[rank]
         return node.region, -1 if node.region is Region.OPTIMIZER else node.segment
 
-    def _peak(self, passes: Sequence[_GraphPass], options: tuple[int, ...]) -> int:
+    def _peak(self, passes: Sequence[GraphPass], options: tuple[int, ...]) -> int:
         of = {
             graph: self.choices[kind][option]
             for kind, option in enumerate(options)
@@ -281,7 +287,7 @@ class RepeatedGraphsPlanner(Planner):
         return max(_need(graph_pass, of) for graph_pass in passes)
 
 
-def _need(graph_pass: _GraphPass, of: Mapping[int, PricedSchedule]) -> int:
+def _need(graph_pass: GraphPass, of: Mapping[int, PricedSchedule]) -> int:
     own = 0
     if graph_pass.graph >= 0:
         option = of[graph_pass.graph]

@@ -208,7 +208,11 @@ def _trace(call: _Call, collector: Collector) -> Trace:
         others = [leaf for leaf in tensors_in(output) if leaf.requires_grad and collector.where(leaf) in read]
         uncaptured, is_counted = _uncaptured_code(collector, [value, *others] if is_scalar else [])
         returned |= collector.live_in_autograd | read
-    if not isinstance(value, torch.Tensor) or not value.requires_grad or _trains_nothing(value, collector):
+    if (
+        not isinstance(value, torch.Tensor)
+        or not value.requires_grad
+        or _trains_nothing(value, collector, model)
+    ):
         raise CaptureError(
             f"the loss of {type(model).__name__} does not depend on any parameter that requires a gradient: "
             "pass `loss=` a function of the model's output that returns a scalar, and look for detach() or "
@@ -234,12 +238,16 @@ def _trace(call: _Call, collector: Collector) -> Trace:
     )
 
 
-def _trains_nothing(loss: torch.Tensor, collector: Collector) -> bool:
+def _trains_nothing(loss: torch.Tensor, collector: Collector, model: nn.Module) -> bool:
     """Whether a backward pass from the loss ends in tensors that the forward pass made itself, as in
-    `x.detach().requires_grad_()`. Any other leaf may be trained: a parameter, a latent in the batch or in a
-    variable, a parameter of the loss."""
+    `x.detach().requires_grad_()`. Any other leaf may be trained: a parameter (a fake tensor, too, of a model
+    without memory), a latent in the batch or in a variable, a parameter of the loss."""
     leaves = leaves_behind([loss])
-    made = (isinstance(leaf, dispatch.FakeTensor) or collector.where(leaf) is not None for leaf in leaves)
+    own = {id(parameter) for parameter in model.parameters()}
+    made = (
+        id(leaf) not in own and (isinstance(leaf, dispatch.FakeTensor) or collector.where(leaf) is not None)
+        for leaf in leaves
+    )
     return bool(leaves) and all(made)
 
 
