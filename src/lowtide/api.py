@@ -55,6 +55,7 @@ def profile(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    calls: int = 1,
     reserve: str | int = 0,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
@@ -84,6 +85,8 @@ def profile(
             a scalar output, or the sum of its floating tensors.
         accumulate: Gradients of earlier micro-batches are live when the step begins, as in a loop that calls
             backward() several times before the optimizer's step.
+        calls: How often a step calls the model before its first backward pass: the views of a contrastive
+            loss, the micro-batches that a stage of a pipeline has in flight. `batch` is that of one call.
         reserve: Bytes that are live besides, such as those of another model.
         memory_limit: Bytes that measuring may take; larger ops are scaled from smaller ones.
         cache: Remember the times of ops on disk.
@@ -119,6 +122,7 @@ def profile(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
+        calls=calls,
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
@@ -131,6 +135,8 @@ def profile(
             f"a store is measured where the step runs, and the {gpu.name} is not there: leave offload or "
             "device out"
         )
+    if training.calls != 1 and ranks is not None:
+        raise LowtideError("calls is not predicted for `ranks`: leave calls or ranks out")
     if training.rounds and (gpu is not None or ranks is not None):
         raise LowtideError(
             "rounds is planned for the device that is here, in one process or in DDP: leave rounds out, or "
@@ -161,7 +167,7 @@ def profile(
         count = progress or line.count
         if gpu is not None:
             step = count_buckets(estimated_costs(captured, gpu), model, group)
-            return Profile(step, loop=loop, lever_search=_lever_search(captured, gpu, model, group))
+            return Profile.of(step, loop=loop, lever_search=_lever_search(captured, gpu, model, group))
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -172,9 +178,9 @@ def profile(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         step, other = training.with_rounding(training.with_link(step, cache=cache), captured, known)
-    return Profile(
+    return Profile.of(
         count_buckets(step, model, group),
-        known,
+        known=known,
         rounded=None if other is None else count_buckets(other, model, group),
         loop=loop,
         traced=captured.traced,
@@ -212,6 +218,7 @@ def checkpoint(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    calls: int = 1,
     reserve: str | int = 0,
     planner: str = "auto",
     step_in_backward: bool = False,
@@ -241,6 +248,7 @@ def checkpoint(
         optimizer: One, or a list of optimizers that step one after the other.
         loss: A function of the model's output, for the memory of the loss, as for `profile`.
         accumulate: Gradients of earlier micro-batches are live when the step begins.
+        calls: How often a step calls the model before its first backward pass, as for `profile`.
         reserve: Bytes that are live besides, such as those of another model.
         planner: The name of a planner, as for `Profile.plan`.
         step_in_backward: The optimizer updates each parameter as soon as its gradient is final, as for
@@ -259,6 +267,7 @@ def checkpoint(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
+        calls=calls,
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
@@ -285,9 +294,9 @@ def checkpoint(
             step, known = measure_costs(captured, progress=line.count)
             step, other = training.with_rounding(training.with_link(step), captured, known)
             line.stage("planning")
-            found = Profile(
+            found = Profile.of(
                 count_buckets(step, model, ranks),
-                known,
+                known=known,
                 rounded=None if other is None else count_buckets(other, model, ranks),
                 loop=training.loop(model, batch),
                 traced=captured.traced,

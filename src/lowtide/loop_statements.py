@@ -50,6 +50,7 @@ class LoopStatements:
     offload: str
     offload_what: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    calls: int = 1
 
     @property
     def reserve_bytes(self) -> int:
@@ -75,6 +76,7 @@ class LoopStatements:
             "offload",
             "offload_what",
             "rounds",
+            "calls",
         )
         own = [(name, str(getattr(self, name))) for name in named]
         return [*own, ("repeatable ops", ",".join(stated()))]
@@ -104,6 +106,7 @@ class LoopStatements:
             raise LowtideError(SHARDED_OFFLOAD)
         if self.rounds and units_of(model):
             raise LowtideError(SHARDED_ROUNDS)
+        self._check_calls(model)
         if "state" in self.offload_what and self.optimizer is None:
             raise LowtideError(
                 "offload_what names the optimizer's state, and no optimizer is given: optimizer=..., or "
@@ -112,6 +115,30 @@ class LoopStatements:
         if self.offload_to is not None:
             open_store(self.offload_to, str(device_of(model, batch)))
         ddp.check(model)
+
+    def _check_calls(self, model: nn.Module) -> None:
+        """Refuse a number of calls that is none, and what is not planned for several calls."""
+        if type(self.calls) is not int or self.calls < 1:
+            raise LowtideError(
+                f"calls={self.calls!r} is no number of calls: give how often a step calls the model before its "
+                "first backward pass, 1 or more"
+            )
+        if self.calls == 1:
+            return
+        others = {
+            "step_in_backward": self.step_in_backward,
+            "offload": self.offload_to is not None,
+            "rounds": bool(self.rounds),
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise LowtideError(
+                f"{name} is planned for a backward pass after each call of the model, not for calls="
+                f"{self.calls}: leave {name} or calls out"
+            )
+        if units_of(model):
+            raise LowtideError(
+                "calls is not planned for models that are sharded over processes by fully_shard: leave calls out"
+            )
 
     def capture(
         self,
@@ -130,6 +157,7 @@ class LoopStatements:
                 optimizer=join_optimizers(self.optimizer),
                 loss=self.loss,
                 accumulate=self.accumulate,
+                calls=self.calls,
                 reserve_bytes=self.reserve_bytes,
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,

@@ -50,7 +50,7 @@ class Plan:
         offloaded = sum(decision.action is Action.OFFLOAD for decision in self.decisions)
         return (
             f"Plan(budget={self._budget}, peak={format_size(self.peak_bytes)}, "
-            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._rounds}{self._estimated_for}"
+            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._calls}{self._rounds}{self._estimated_for}"
             f"{recomputed} of {len(self.decisions)} activations recomputed"
             f"{f', {offloaded} offloaded' if offloaded else ''}"
             f"{f', {text} rest on the store' if (text := resting_text(self.solution)) else ''})"
@@ -66,6 +66,10 @@ class Plan:
     @property
     def _rounds(self) -> str:
         return f"rounds={','.join(self.rounds)}, " if self.rounds else ""
+
+    @property
+    def _calls(self) -> str:
+        return f"calls={self.solution.calls}, " if self.solution.calls > 1 else ""
 
     @property
     def _estimated_for(self) -> str:
@@ -238,7 +242,8 @@ def expectation(plan: Plan) -> str:
     without = "" if fits else f" ({format_size(baseline_bytes)} without a plan)"
     if plan.rounds:
         cost += f", rounds ({','.join(plan.rounds)}): not equal to eager to the last bit"
-    return f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}"
+    calls = f", {plan.solution.calls} calls before a backward pass" if plan.solution.calls > 1 else ""
+    return f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}{calls}"
 
 
 def load_plan(path: str | Path) -> Plan:

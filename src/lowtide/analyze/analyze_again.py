@@ -24,6 +24,7 @@ class StepSettings:
     holds_outputs: bool = True
     offload_what: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    calls: int = 1
 
     @property
     def offload(self) -> bool:

@@ -14,9 +14,11 @@
 
 from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
+    EARLIER,
     FETCH,
     FRAMES,
     LAST_OUTPUTS,
+    RESERVED,
     UPDATE,
     Action,
     Activation,
@@ -33,9 +35,11 @@ from lowtide.facts.step import (
 )
 
 __all__ = [
+    "EARLIER",
     "FETCH",
     "FRAMES",
     "LAST_OUTPUTS",
+    "RESERVED",
     "UPDATE",
     "Action",
     "Activation",

@@ -66,6 +66,7 @@ class CountedLoop(Schedules):
             resting=plan.solution.resting,
             rounds=plan.solution.rounds,
             orders=self.orders,
+            calls=plan.solution.calls,
         )
         self.steps = {structures(self.first): self.first}
         """by structure, the graphs of the last planned step"""
@@ -87,7 +88,8 @@ class CountedLoop(Schedules):
         self._has_other_calls = False
         are_alike = plan.planner in REPEATED_GRAPH_PLANNERS and updates is None and offload is None
         if are_alike and not is_compiled and not self._is_sharded:
-            self.num_calls = 1
+            self.num_calls = plan.solution.calls
+            self._calls.expect(self.num_calls, between_bytes=0)
         has_reserve = self.loss_is_unknown and not is_compiled and not self._is_sharded
         self._loss_reserve = plan.loss_reserve if has_reserve else None
         if self._loss_reserve is not None:
@@ -285,6 +287,7 @@ class CountedLoop(Schedules):
             return False
         self._has_other_calls = False
         self.num_calls = max(number, self.num_calls)
+        self._context = replace(self._context, calls=self.num_calls)
         self._calls.expect(self.num_calls, between_bytes)
         self._drop(f"a step calls the model {self.num_calls} times before its backward pass")
         return True
