@@ -282,6 +282,9 @@ class CountedLoop(Schedules):
     def expect_calls(self, number: int, between_bytes: int) -> bool:
         if self.num_calls is None or max(number, self.num_calls) == 1:
             return False
+        # a given loss is part of each call
+        counted_bytes = 0 if self._context.loop.loss is None else self._context.reserve.loss_bytes
+        between_bytes = max(0, between_bytes - counted_bytes)
         has_more = between_bytes > self._calls.between_bytes + UNCOUNTED_BYTES
         if number <= self.num_calls and not self._has_other_calls and not has_more:
             return False
