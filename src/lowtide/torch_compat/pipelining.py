@@ -1,0 +1,32 @@
+"""The order of a pipeline's work, from a schedule of `torch.distributed.pipelining`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+
+class StageAction(NamedTuple):
+    """One action of a `stage` on a micro-batch; `kind` is `F` (forward), `B` (backward), `I` (gradients of
+    inputs) or `W` (gradients of weights)."""
+
+    stage: int
+    kind: str
+
+
+def actions_of(schedule: Any) -> dict[int, list[StageAction]] | None:
+    """By rank, the forward and backward actions of a schedule in their order; None for any other object, and
+    for a schedule without a backward pass."""
+    order = getattr(schedule, "pipeline_order", None)
+    if not isinstance(order, dict) or not order:
+        return None
+    return {rank: list(_flat(actions)) for rank, actions in sorted(order.items())}
+
+
+def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
+    """Without bubbles and communication; actions that overlap count one after the other."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions:
+            yield from _flat(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            yield StageAction(action.stage_index, action.computation_type.value)
