@@ -56,6 +56,7 @@ def profile(
     loss: Loss | None = None,
     accumulate: bool = False,
     calls: int = 1,
+    pipeline: Any = None,
     reserve: str | int = 0,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
@@ -86,7 +87,11 @@ def profile(
         accumulate: Gradients of earlier micro-batches are live when the step begins, as in a loop that calls
             backward() several times before the optimizer's step.
         calls: How often a step calls the model before its first backward pass: the views of a contrastive
-            loss, the micro-batches that a stage of a pipeline has in flight. `batch` is that of one call.
+            loss, say. `batch` is that of one call.
+        pipeline: A schedule of `torch.distributed.pipelining` that has `model` as a stage. It says how many
+            micro-batches are in flight, whether gradients accumulate, and what the pipeline itself keeps live
+            for them. `batch` is one micro-batch, and `loss` belongs to the last stage alone. The stage is
+            planned by itself, unless `process_group` names the processes that train it.
         reserve: Bytes that are live besides, such as those of another model.
         memory_limit: Bytes that measuring may take; larger ops are scaled from smaller ones.
         cache: Remember the times of ops on disk.
@@ -129,7 +134,8 @@ def profile(
         offload=store,
         offload_what=parse_offload_what(offload_what, offload=store),
         rounds=parse_rounds(rounds),
-    )
+    ).of_pipeline(pipeline, model)
+    batch = training.received(batch)
     if gpu is not None and training.offload_to is not None:
         raise LowtideError(
             f"a store is measured where the step runs, and the {gpu.name} is not there: leave offload or "
@@ -143,7 +149,7 @@ def profile(
             "device and ranks"
         )
     limit_bytes = parse_size(memory_limit)
-    group = ranks_of(model, process_group)
+    group = None if training.is_alone(process_group) else ranks_of(model, process_group)
     training.check(model, batch, group)
     if mode == "run" and (ranks is not None or is_divided(model)):
         raise LowtideError(
@@ -162,7 +168,7 @@ def profile(
     simulated = None if ranks is None else simulate_sharding(model, ranks=ranks, shard=shard, backend=backend)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         captured = training.capture(model, batch, simulated=simulated, gpu=gpu)
-        loop = training.loop(model, batch)
+        loop = training.loop(model, batch, captured.step)
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:
@@ -219,6 +225,7 @@ def checkpoint(
     loss: Loss | None = None,
     accumulate: bool = False,
     calls: int = 1,
+    pipeline: Any = None,
     reserve: str | int = 0,
     planner: str = "auto",
     step_in_backward: bool = False,
@@ -249,6 +256,7 @@ def checkpoint(
         loss: A function of the model's output, for the memory of the loss, as for `profile`.
         accumulate: Gradients of earlier micro-batches are live when the step begins.
         calls: How often a step calls the model before its first backward pass, as for `profile`.
+        pipeline: The schedule of a pipeline that has `model` as a stage, as for `profile`.
         reserve: Bytes that are live besides, such as those of another model.
         planner: The name of a planner, as for `Profile.plan`.
         step_in_backward: The optimizer updates each parameter as soon as its gradient is final, as for
@@ -274,9 +282,10 @@ def checkpoint(
         offload=store,
         offload_what=parse_offload_what(offload_what, offload=store),
         rounds=parse_rounds(rounds),
-    )
+    ).of_pipeline(pipeline, model)
+    batch = training.received(batch)
     executor_named(executor)  # checked before the model is captured
-    ranks = ranks_of(model, process_group)
+    ranks = None if training.is_alone(process_group) else ranks_of(model, process_group)
 
     def capture_step() -> Captured:
         training.check(model, batch, ranks)
@@ -298,7 +307,7 @@ def checkpoint(
                 count_buckets(step, model, ranks),
                 known=known,
                 rounded=None if other is None else count_buckets(other, model, ranks),
-                loop=training.loop(model, batch),
+                loop=training.loop(model, batch, captured.step),
                 traced=captured.traced,
                 lever_search=_lever_search(captured, known, model, ranks),
             )

@@ -2,33 +2,40 @@
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.analyze.captured_step import Captured, capture
 from lowtide.errors import LowtideError
 from lowtide.facts import Step
 from lowtide.facts.gpus import Gpu
+from lowtide.facts.pipeline import StageInPipeline
 from lowtide.facts.plan import OffloadTarget, parse_offload
 from lowtide.facts.sizes import parse_size
 from lowtide.offload.offload_store import open_store
 from lowtide.ops.repeatable_ops import stated
 from lowtide.ops.rounded_head import NO_HEAD
 from lowtide.optim.joined_optimizers import join_optimizers
+from lowtide.parallel.microbatches import microbatches_in_flight
 from lowtide.parallel.ranks import Ranks
 from lowtide.parallel.simulated_sharding import SimulatedSharding
+from lowtide.planning.pipeline_bytes import kept_bytes
 from lowtide.planning.rounded_step import NOT_USED
 from lowtide.profiling.costing import KnownCosts, estimate_costs
 from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import ddp
+from lowtide.torch_compat.dispatch import map_leaves
 from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.torch_compat.pipelining import stage_of
 from lowtide.trace.identity import user_tensors
-from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.model_call import Loop, Loss, Optimizers, tensors_in
 from lowtide.trace.step_device import device_of
 
 logger = logging.getLogger("lowtide")
@@ -51,17 +58,52 @@ class LoopStatements:
     offload_what: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
     calls: int = 1
+    stage: StageInPipeline | None = None
 
     @property
     def reserve_bytes(self) -> int:
         return parse_size(self.reserve) if self.reserve else 0
 
-    def loop(self, model: nn.Module, batch: Any) -> Loop:
+    def of_pipeline(self, schedule: Any, model: Any) -> Self:
+        """These statements for a stage of a pipeline with that schedule; as they are without a schedule."""
+        if schedule is None:
+            return self
+        if self.calls != 1:
+            raise LowtideError("calls is found from the schedule of the pipeline: leave calls out")
+        stage = stage_of(schedule, model, microbatches_in_flight(schedule))
+        if stage is None:
+            raise LowtideError(
+                "no stage of this pipeline on this process has this model: give the module that its stage "
+                "was made from, PipelineStage(model, ...)"
+            )
+        accumulate = self.accumulate or stage.accumulates
+        return replace(self, stage=stage, calls=stage.in_flight, accumulate=accumulate)
+
+    def is_alone(self, process_group: ProcessGroup | None) -> bool:
+        """Whether this process alone trains the model: other processes have other stages."""
+        return self.stage is not None and process_group is None
+
+    def received(self, batch: Any) -> Any:
+        """A micro-batch as the stage gets it: the values of an earlier stage need gradients."""
+        tensors = list(tensors_in(batch))
+        if self.stage is None or self.stage.is_first or any(tensor.requires_grad for tensor in tensors):
+            return batch
+        return map_leaves(
+            lambda leaf: (
+                leaf.detach().requires_grad_()
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+            ),
+            batch,
+        )
+
+    def loop(self, model: nn.Module, batch: Any, step: Step | None = None) -> Loop:
+        """What the loop is known to have; `step` is the captured one, with what a pipeline keeps live."""
         return Loop.of(
             self.optimizer,
             self.loss,
             holds_outputs=self.holds_outputs,
-            reserve_bytes=self.reserve_bytes,
+            reserve_bytes=self.reserve_bytes + (0 if step is None else kept_bytes(step)),
             origins=user_tensors(model, batch),
         )
 
@@ -120,8 +162,8 @@ class LoopStatements:
         """Refuse a number of calls that is none, and what is not planned for several calls."""
         if type(self.calls) is not int or self.calls < 1:
             raise LowtideError(
-                f"calls={self.calls!r} is no number of calls: give how often a step calls the model before its "
-                "first backward pass, 1 or more"
+                f"calls={self.calls!r} is no number of calls: give how often a step calls the model before "
+                "its first backward pass, 1 or more"
             )
         if self.calls == 1:
             return
@@ -137,7 +179,8 @@ class LoopStatements:
             )
         if units_of(model):
             raise LowtideError(
-                "calls is not planned for models that are sharded over processes by fully_shard: leave calls out"
+                "several calls before a backward pass are not planned for models that are sharded by "
+                "fully_shard: leave calls and pipeline out"
             )
 
     def capture(
@@ -158,6 +201,7 @@ class LoopStatements:
                 loss=self.loss,
                 accumulate=self.accumulate,
                 calls=self.calls,
+                stage=self.stage,
                 reserve_bytes=self.reserve_bytes,
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,

@@ -338,6 +338,7 @@ class Profile:
         known = None if self.known is None else self.known.without_runs()
         form = self.rounded if solution.rounds and self.rounded is not None else self.step
         step = resting_form(form, solution.resting)
+        solution = replace(solution, pipeline=self.step.pipeline)
         if self.call is not None:
             solution = replace(
                 solution,

@@ -3,6 +3,7 @@
 - `step`: one training step: nodes, storages, remats, graphs, activations
 - `plan`: a planner's answer: schedule, decisions, solution; names of planners and executors
 - `levers`: changes of a loop that lower the floor of its step
+- `pipeline`: the place of a model in a pipeline
 - `sharding`: how parameters are divided among processes
 - `gpus`: published figures of GPUs
 - `sizes`: sizes and budgets as people write them
@@ -18,6 +19,7 @@ from lowtide.facts.step import (
     FETCH,
     FRAMES,
     LAST_OUTPUTS,
+    PIPELINE,
     RESERVED,
     UPDATE,
     Action,
@@ -39,6 +41,7 @@ __all__ = [
     "FETCH",
     "FRAMES",
     "LAST_OUTPUTS",
+    "PIPELINE",
     "RESERVED",
     "UPDATE",
     "Action",

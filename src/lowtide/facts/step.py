@@ -17,6 +17,9 @@ LAST_OUTPUTS = "outputs of the last step"
 RESERVED = "reserved"
 """The storage of the bytes that the user says are live besides a step."""
 
+PIPELINE = "micro-batches of the pipeline"
+"""The storage of the bytes that a pipeline keeps live besides its micro-batches in flight."""
+
 EARLIER = "gradients of earlier micro-batches"
 """A node and its storage: gradients that are live when the step begins, to which it adds its own."""
 
@@ -259,7 +262,8 @@ class Step:
     ops that the user said give the same result twice. `resting_chunks`: for each chunk
     size of a step whose state rests on the store, the bytes live inside, and those where all parameters
     rest too. `calls`: how often the loop calls the model before its first backward pass; the nodes are those
-    of one call, or of all of them (`planning.repeated_calls`).
+    of one call, or of all of them (`planning.repeated_calls`). `pipeline`: the model is a stage of a
+    pipeline, whose own tensors are counted.
     """
 
     nodes: tuple[Node, ...]
@@ -281,6 +285,7 @@ class Step:
     repeatable: tuple[str, ...] = ()
     resting_chunks: tuple[tuple[int, int, int], ...] = ()
     calls: int = 1
+    pipeline: bool = False
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ stages of a pipeline with several micro-batches in flight.
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from lowtide.facts import EARLIER, RESERVED, Kind, Node, Region, Remat, Step, Storage
+from lowtide.facts import EARLIER, PIPELINE, RESERVED, Kind, Node, Region, Remat, Step, Storage
 
 LOSS_INPUTS = "inputs of the loss"
 LOSS = "loss"
@@ -69,7 +69,7 @@ def step_of_calls(step: Step, number: int, *, between_bytes: int = 0) -> Step:
 
 
 def _is_shared(storage: Storage) -> bool:
-    is_batch = storage.kind is Kind.INPUT and storage.name not in (LOSS_INPUTS, RESERVED)
+    is_batch = storage.kind is Kind.INPUT and storage.name not in (LOSS_INPUTS, PIPELINE, RESERVED)
     return _is_earlier(storage) or (storage.static and not is_batch)
 
 

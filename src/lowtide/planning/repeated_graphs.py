@@ -141,8 +141,8 @@ def planner_for(step: Step) -> Planner:
     repeats = any(node.remats and node.segment in repeated for node in step.nodes)
     if repeats and can_offload(step):
         raise LowtideError(
-            "values cannot be offloaded where graphs run several times, as with FSDP2 or several calls before "
-            "a backward pass: leave 'offload' out"
+            "values cannot be offloaded where graphs run several times, as with FSDP2 or several calls "
+            "before a backward pass: leave 'offload' out"
         )
     step = without_dominated(step)
     if may_rest(step) and not repeats:

@@ -50,6 +50,7 @@ class CountedLoop(Schedules):
         """the graphs of the user's own plan"""
         super().__init__(self.first, plan.solution.gradient_strides)
         self.plan = plan
+        self.in_pipeline = plan.solution.pipeline
         self.budget_bytes = plan.budget_bytes
         self._executor = executor
         offload = plan.solution.offload
@@ -99,13 +100,15 @@ class CountedLoop(Schedules):
 
     @property
     def counts_loop(self) -> bool:
-        # FSDP2 gathers parameters before the first graph's backward pass: bytes that look like the loop's own
-        return self._context.loop.loss is None or not self._is_sharded
+        # FSDP2 gathers parameters before the first graph's backward pass, and a pipeline receives values:
+        # bytes that look like the loop's own
+        is_known = self._context.loop.loss is not None and self._is_sharded
+        return not is_known and not self.in_pipeline
 
     @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
-        return self._context.loop.loss is None and outside
+        return self._context.loop.loss is None and outside and not self.in_pipeline
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         reserved, self._loss_reserve = self._loss_reserve, None

@@ -1,7 +1,11 @@
-"""The order of a pipeline's work, from a schedule of `torch.distributed.pipelining`."""
+"""The order of a pipeline's work, and its stages, from a schedule of `torch.distributed.pipelining`."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+
+from torch import nn
+
+from lowtide.facts.pipeline import StageInPipeline
 
 
 class StageAction(NamedTuple):
@@ -30,3 +34,18 @@ def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
             yield from _flat(action.sub_actions)
         elif action.computation_type.value in ("F", "B", "I", "W"):
             yield StageAction(action.stage_index, action.computation_type.value)
+
+
+def stage_of(schedule: Any, model: nn.Module, in_flight: dict[int, int]) -> StageInPipeline | None:
+    """The stage of this process that has the model; None where there is none."""
+    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    stage = next((one for one in stages if one is not None and one.submod is model), None)
+    if stage is None:
+        return None
+    return StageInPipeline(
+        index=stage.stage_index,
+        microbatches=schedule._n_microbatches,
+        in_flight=in_flight[stage.stage_index],
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+    )
