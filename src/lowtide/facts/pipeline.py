@@ -6,11 +6,12 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageInPipeline:
     """One stage of a pipeline whose step has `microbatches`, of which the stage has up to `in_flight` between
-    their forward and their backward pass."""
+    their forward and their backward pass. `sent`: of so many others, what was sent stays live."""
 
     index: int
     microbatches: int
     in_flight: int
+    sent: int
     is_first: bool
     is_last: bool
 

@@ -4,6 +4,7 @@
     others         a buffer for the input of each micro-batch
     last stage     the outputs of all micro-batches, and their targets
     others         a buffer for the gradient of each micro-batch's output
+    sends          outputs, and gradients of inputs, as long as the schedule has not waited for the send
 
 The inputs, outputs and targets of the micro-batches in flight are a part of the calls themselves.
 """
@@ -24,7 +25,9 @@ def in_pipeline(step: Step, stage: StageInPipeline) -> Step:
     if stage.is_last:
         nbytes += others * (outputs + reserve(step).loss_input_bytes)
     else:
-        nbytes += stage.microbatches * outputs
+        nbytes += (stage.microbatches + stage.sent) * outputs
+    if not stage.is_first:
+        nbytes += stage.sent * batch_bytes(step)
     kept = Storage(id=len(step.storages), nbytes=nbytes, kind=Kind.INPUT, name=PIPELINE, static=True)
     storages = [
         replace(s, nbytes=0, extra_eager_bytes=0) if s.name == LAST_OUTPUTS else s for s in step.storages

@@ -38,14 +38,19 @@ def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
 
 def stage_of(schedule: Any, model: nn.Module, in_flight: dict[int, int]) -> StageInPipeline | None:
     """The stage of this process that has the model; None where there is none."""
-    stages = getattr(schedule, "_stages", None) or [getattr(schedule, "_stage", None)]
+    several = getattr(schedule, "_stages", None)
+    stages = several or [getattr(schedule, "_stage", None)]
     stage = next((one for one in stages if one is not None and one.submod is model), None)
     if stage is None:
         return None
+    index, microbatches = stage.stage_index, schedule._n_microbatches
+    others = microbatches - in_flight[index]
     return StageInPipeline(
-        index=stage.stage_index,
-        microbatches=schedule._n_microbatches,
-        in_flight=in_flight[stage.stage_index],
+        index=index,
+        microbatches=microbatches,
+        in_flight=in_flight[index],
+        # schedules of several stages wait for all sends at the end of the step, 1F1B for the first ones
+        sent=others if several else min(1, others),
         is_first=stage.is_first,
         is_last=stage.is_last,
     )
