@@ -20,7 +20,7 @@ from lowtide.offload.offload_store import open_store
 from lowtide.ops.repeatable_ops import stated
 from lowtide.ops.rounded_head import NO_HEAD
 from lowtide.optim.joined_optimizers import join_optimizers
-from lowtide.parallel.microbatches import microbatches_in_flight
+from lowtide.parallel.microbatches import stage_in_pipeline
 from lowtide.parallel.ranks import Ranks
 from lowtide.parallel.simulated_sharding import SimulatedSharding
 from lowtide.planning.pipeline_bytes import kept_bytes
@@ -33,7 +33,6 @@ from lowtide.torch_compat import ddp
 from lowtide.torch_compat.dispatch import map_leaves
 from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
-from lowtide.torch_compat.pipelining import stage_of
 from lowtide.trace.identity import user_tensors
 from lowtide.trace.model_call import Loop, Loss, Optimizers, tensors_in
 from lowtide.trace.step_device import device_of
@@ -70,12 +69,7 @@ class LoopStatements:
             return self
         if self.calls != 1:
             raise LowtideError("calls is found from the schedule of the pipeline: leave calls out")
-        stage = stage_of(schedule, model, microbatches_in_flight(schedule))
-        if stage is None:
-            raise LowtideError(
-                "no stage of this pipeline on this process has this model: give the module that its stage "
-                "was made from, PipelineStage(model, ...)"
-            )
+        stage = stage_in_pipeline(schedule, model)
         accumulate = self.accumulate or stage.accumulates
         return replace(self, stage=stage, calls=stage.in_flight, accumulate=accumulate)
 

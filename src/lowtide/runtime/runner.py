@@ -29,6 +29,7 @@ from lowtide.runtime.loop_look import LoopLook
 from lowtide.runtime.loop_messages import (
     CALLS_EXCEED,
     EARLIER_GRADIENTS,
+    GRAPH_KEPT,
     OUTPUTS_COLLECTED,
     OUTPUTS_COUNTED,
     PROFILER_IS_ON,
@@ -109,6 +110,7 @@ class Runner:
         self.observer.counts_gradients = schedules.counts_gradients
         if schedules.in_pipeline:
             self.observer.never_say(OUTPUTS_COLLECTED)
+            self.observer.never_say(GRAPH_KEPT)
         if updates is not None:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay

@@ -5,8 +5,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lowtide.facts.pipeline import StageInPipeline
-
 
 class StageAction(NamedTuple):
     """One action of a `stage` on a micro-batch; `kind` is `F` (forward), `B` (backward), `I` (gradients of
@@ -36,21 +34,23 @@ def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
             yield StageAction(action.stage_index, action.computation_type.value)
 
 
-def stage_of(schedule: Any, model: nn.Module, in_flight: dict[int, int]) -> StageInPipeline | None:
+class StageHere(NamedTuple):
+    """A stage on this process. `has_others`: the schedule is one for several stages of a process."""
+
+    index: int
+    microbatches: int
+    is_first: bool
+    is_last: bool
+    has_others: bool
+
+
+def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
     """The stage of this process that has the model; None where there is none."""
     several = getattr(schedule, "_stages", None)
     stages = several or [getattr(schedule, "_stage", None)]
     stage = next((one for one in stages if one is not None and one.submod is model), None)
     if stage is None:
         return None
-    index, microbatches = stage.stage_index, schedule._n_microbatches
-    others = microbatches - in_flight[index]
-    return StageInPipeline(
-        index=index,
-        microbatches=microbatches,
-        in_flight=in_flight[index],
-        # schedules of several stages wait for all sends at the end of the step, 1F1B for the first ones
-        sent=others if several else min(1, others),
-        is_first=stage.is_first,
-        is_last=stage.is_last,
+    return StageHere(
+        stage.stage_index, schedule._n_microbatches, stage.is_first, stage.is_last, several is not None
     )
