@@ -142,7 +142,7 @@ def profile(
             "device out"
         )
     if training.calls != 1 and ranks is not None:
-        raise LowtideError("calls is not predicted for `ranks`: leave calls or ranks out")
+        raise LowtideError("calls is not predicted for ranks: leave calls or ranks out")
     if training.rounds and (gpu is not None or ranks is not None):
         raise LowtideError(
             "rounds is planned for the device that is here, in one process or in DDP: leave rounds out, or "
@@ -368,6 +368,7 @@ def verify(
             it, steps are timed until the noise of the time added is below two points or half a minute is
             spent.
     """
+    _check_one_call(plan)
     with _copyable(model, batch, optimizer, loss) as target:
         return verify_target(target, plan, timed_runs=timed_runs)
 
@@ -395,6 +396,8 @@ def measure_step(
         plan: A plan of this step; without it, the step is eager's.
         timed_runs: The number of steps to time.
     """
+    if plan is not None:
+        _check_one_call(plan)
     with _copyable(model, batch, optimizer, loss) as target:
         try:
             if plan is None:
@@ -405,6 +408,14 @@ def measure_step(
                 target,
                 prepare=None if plan is None else partial(planned, solution=solution_to_dict(plan.solution)),
             )
+
+
+def _check_one_call(plan: Plan) -> None:
+    if plan.solution.calls > 1 or plan.solution.pipeline:
+        raise LowtideError(
+            "a fresh process trains one call of the model for each step, and this plan is for several calls "
+            "or for a stage of a pipeline: train with and without the plan and compare"
+        )
 
 
 @contextmanager

@@ -79,8 +79,9 @@ class LoopStatements:
 
     def received(self, batch: Any) -> Any:
         """A micro-batch as the stage gets it: the values of an earlier stage need gradients."""
-        tensors = list(tensors_in(batch))
-        if self.stage is None or self.stage.is_first or any(tensor.requires_grad for tensor in tensors):
+        if self.stage is None or self.stage.is_first:
+            return batch
+        if any(tensor.requires_grad for tensor in tensors_in(batch)):
             return batch
         return map_leaves(
             lambda leaf: (
@@ -97,7 +98,7 @@ class LoopStatements:
             self.optimizer,
             self.loss,
             holds_outputs=self.holds_outputs,
-            reserve_bytes=self.reserve_bytes + (0 if step is None else kept_bytes(step)),
+            reserve_bytes=self.reserve_bytes + (kept_bytes(step) if self.stage and step else 0),
             origins=user_tensors(model, batch),
         )
 

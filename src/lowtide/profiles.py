@@ -67,7 +67,9 @@ class Profile:
     @classmethod
     def of(cls, step: Step, **others: Any) -> Self:
         """The profile of the step that makes `step.calls` such calls; `others` are its fields."""
-        return cls(step_of_calls(step, step.calls), call=step if step.calls > 1 else None, **others)
+        if step.calls == 1:
+            return cls(step, **others)
+        return cls(step_of_calls(step, step.calls), call=step, **others)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""

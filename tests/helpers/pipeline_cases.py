@@ -81,7 +81,7 @@ class Pipeline:
         return found
 
     def measured(self) -> int:
-        """The peak of a step. The profiler does not see that a step frees the outputs of the last one: they are
+        """The peak of a step. The profiler does not see that a step frees outputs of the last one: they are
         freed before."""
         self.zero_grad()
         self.losses.clear()

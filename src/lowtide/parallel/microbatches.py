@@ -55,8 +55,8 @@ def _by_stage(schedule: Any) -> dict[int, list[StageAction]]:
     actions = actions_of(schedule)
     if actions is None:
         raise LowtideError(
-            "a pipeline is a schedule of torch.distributed.pipelining that trains, such as "
-            f"Schedule1F1B(stage, 8, loss_fn=...), not a {type(schedule).__name__}"
+            "a pipeline is a schedule of torch.distributed.pipelining that trains, such as Schedule1F1B, not "
+            f"a {type(schedule).__name__}"
         )
     found: dict[int, list[StageAction]] = {}
     for rank in actions:
