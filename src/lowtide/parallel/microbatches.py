@@ -36,11 +36,11 @@ def stage_in_pipeline(schedule: Any, model: nn.Module) -> StageInPipeline:
             "no stage of this pipeline on this process has this model: give the module that its stage was "
             "made from, PipelineStage(model, ...)"
         )
-    actions = by_stage[stage.index]
+    actions = by_stage[stage.number]
     in_flight = most_in_flight(actions)
     others = stage.microbatches - in_flight
     return StageInPipeline(
-        index=stage.index,
+        index=stage.number,
         microbatches=stage.microbatches,
         in_flight=in_flight,
         # schedules of several stages wait for all sends at the end of the step, others for the last one

@@ -37,7 +37,7 @@ def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
 class StageHere(NamedTuple):
     """A stage on this process. `has_others`: the schedule is one for several stages of a process."""
 
-    index: int
+    number: int
     microbatches: int
     is_first: bool
     is_last: bool
