@@ -20,7 +20,7 @@ ALONE = {
     "unet_lightning.py": ("lightning", []),
 }
 TRAINERS = ("bert_trainer.py", "unet_lightning.py")
-TOGETHER = ("ddp.py", "fsdp2.py", "tensor_parallel.py")
+TOGETHER = ("ddp.py", "fsdp2.py", "pipeline.py", "tensor_parallel.py")
 """Examples for several processes."""
 
 

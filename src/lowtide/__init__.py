@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lowtide.experiments.out_of_memory import explain_out_of_memory
     from lowtide.facts import Activation, Decision, Node
     from lowtide.ops.repeatable_ops import repeatable
+    from lowtide.parallel.microbatches import microbatches_in_flight
     from lowtide.plans import Plan, load_plan
     from lowtide.profiles import Profile, load_profile
     from lowtide.profiling.peak_counter import peak_bytes
@@ -74,6 +75,7 @@ __all__ = [
     "load_plan",
     "load_profile",
     "measure_step",
+    "microbatches_in_flight",
     "peak_bytes",
     "plan_of",
     "profile",
@@ -88,6 +90,7 @@ _HOMES = {
     "experiments.out_of_memory": ("explain_out_of_memory",),
     "facts": ("Activation", "Decision", "Node"),
     "ops.repeatable_ops": ("repeatable",),
+    "parallel.microbatches": ("microbatches_in_flight",),
     "plans": ("Plan", "load_plan"),
     "profiles": ("Profile", "load_profile"),
     "profiling.peak_counter": ("peak_bytes",),

@@ -55,6 +55,8 @@ def profile(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    calls: int = 1,
+    pipeline: Any = None,
     reserve: str | int = 0,
     memory_limit: str | int = MEMORY_LIMIT_BYTES,
     cache: bool = True,
@@ -84,6 +86,12 @@ def profile(
             a scalar output, or the sum of its floating tensors.
         accumulate: Gradients of earlier micro-batches are live when the step begins, as in a loop that calls
             backward() several times before the optimizer's step.
+        calls: How often a step calls the model before its first backward pass: the views of a contrastive
+            loss, say. `batch` is that of one call.
+        pipeline: A schedule of `torch.distributed.pipelining` that has `model` as a stage. It says how many
+            micro-batches are in flight, whether gradients accumulate, and what the pipeline itself keeps live
+            for them. `batch` is one micro-batch, and `loss` belongs to the last stage alone. The stage is
+            planned by itself, unless `process_group` names the processes that train it.
         reserve: Bytes that are live besides, such as those of another model.
         memory_limit: Bytes that measuring may take; larger ops are scaled from smaller ones.
         cache: Remember the times of ops on disk.
@@ -119,25 +127,29 @@ def profile(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
+        calls=calls,
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
         offload=store,
         offload_what=parse_offload_what(offload_what, offload=store),
         rounds=parse_rounds(rounds),
-    )
+    ).of_pipeline(pipeline, model)
+    batch = training.received(batch)
     if gpu is not None and training.offload_to is not None:
         raise LowtideError(
             f"a store is measured where the step runs, and the {gpu.name} is not there: leave offload or "
             "device out"
         )
+    if training.calls != 1 and ranks is not None:
+        raise LowtideError("calls is not predicted for ranks: leave calls or ranks out")
     if training.rounds and (gpu is not None or ranks is not None):
         raise LowtideError(
             "rounds is planned for the device that is here, in one process or in DDP: leave rounds out, or "
             "device and ranks"
         )
     limit_bytes = parse_size(memory_limit)
-    group = ranks_of(model, process_group)
+    group = None if training.is_alone(process_group) else ranks_of(model, process_group)
     training.check(model, batch, group)
     if mode == "run" and (ranks is not None or is_divided(model)):
         raise LowtideError(
@@ -156,12 +168,12 @@ def profile(
     simulated = None if ranks is None else simulate_sharding(model, ranks=ranks, shard=shard, backend=backend)
     with display.silenced() if progress else nullcontext(), display.shown() as line:
         captured = training.capture(model, batch, simulated=simulated, gpu=gpu)
-        loop = training.loop(model, batch)
+        loop = training.loop(model, batch, captured.step)
         line.stage("measuring its ops")
         count = progress or line.count
         if gpu is not None:
             step = count_buckets(estimated_costs(captured, gpu), model, group)
-            return Profile(step, loop=loop, lever_search=_lever_search(captured, gpu, model, group))
+            return Profile.of(step, loop=loop, lever_search=_lever_search(captured, gpu, model, group))
         if mode == "run":
             tensors = user_tensors(model, batch)
             step, known = run_costs(
@@ -172,9 +184,9 @@ def profile(
                 captured, memory_limit_bytes=limit_bytes, use_cache=cache, progress=count
             )
         step, other = training.with_rounding(training.with_link(step, cache=cache), captured, known)
-    return Profile(
+    return Profile.of(
         count_buckets(step, model, group),
-        known,
+        known=known,
         rounded=None if other is None else count_buckets(other, model, group),
         loop=loop,
         traced=captured.traced,
@@ -212,6 +224,8 @@ def checkpoint(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     accumulate: bool = False,
+    calls: int = 1,
+    pipeline: Any = None,
     reserve: str | int = 0,
     planner: str = "auto",
     step_in_backward: bool = False,
@@ -241,6 +255,8 @@ def checkpoint(
         optimizer: One, or a list of optimizers that step one after the other.
         loss: A function of the model's output, for the memory of the loss, as for `profile`.
         accumulate: Gradients of earlier micro-batches are live when the step begins.
+        calls: How often a step calls the model before its first backward pass, as for `profile`.
+        pipeline: The schedule of a pipeline that has `model` as a stage, as for `profile`.
         reserve: Bytes that are live besides, such as those of another model.
         planner: The name of a planner, as for `Profile.plan`.
         step_in_backward: The optimizer updates each parameter as soon as its gradient is final, as for
@@ -259,15 +275,17 @@ def checkpoint(
         optimizer=optimizer,
         loss=loss,
         accumulate=accumulate,
+        calls=calls,
         reserve=reserve,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
         offload=store,
         offload_what=parse_offload_what(offload_what, offload=store),
         rounds=parse_rounds(rounds),
-    )
+    ).of_pipeline(pipeline, model)
+    batch = training.received(batch)
     executor_named(executor)  # checked before the model is captured
-    ranks = ranks_of(model, process_group)
+    ranks = None if training.is_alone(process_group) else ranks_of(model, process_group)
 
     def capture_step() -> Captured:
         training.check(model, batch, ranks)
@@ -285,11 +303,11 @@ def checkpoint(
             step, known = measure_costs(captured, progress=line.count)
             step, other = training.with_rounding(training.with_link(step), captured, known)
             line.stage("planning")
-            found = Profile(
+            found = Profile.of(
                 count_buckets(step, model, ranks),
-                known,
+                known=known,
                 rounded=None if other is None else count_buckets(other, model, ranks),
-                loop=training.loop(model, batch),
+                loop=training.loop(model, batch, captured.step),
                 traced=captured.traced,
                 lever_search=_lever_search(captured, known, model, ranks),
             )
@@ -350,6 +368,7 @@ def verify(
             it, steps are timed until the noise of the time added is below two points or half a minute is
             spent.
     """
+    _check_one_call(plan)
     with _copyable(model, batch, optimizer, loss) as target:
         return verify_target(target, plan, timed_runs=timed_runs)
 
@@ -377,6 +396,8 @@ def measure_step(
         plan: A plan of this step; without it, the step is eager's.
         timed_runs: The number of steps to time.
     """
+    if plan is not None:
+        _check_one_call(plan)
     with _copyable(model, batch, optimizer, loss) as target:
         try:
             if plan is None:
@@ -387,6 +408,14 @@ def measure_step(
                 target,
                 prepare=None if plan is None else partial(planned, solution=solution_to_dict(plan.solution)),
             )
+
+
+def _check_one_call(plan: Plan) -> None:
+    if plan.solution.calls > 1 or plan.solution.pipeline:
+        raise LowtideError(
+            "a fresh process trains one call of the model for each step, and this plan is for several calls "
+            "or for a stage of a pipeline: train with and without the plan and compare"
+        )
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from lowtide.facts.levers import Lever, lowering
 from lowtide.facts.plan import OFFLOADABLE
 from lowtide.planning.decisions import LASTING
 from lowtide.planning.planner import Planner
+from lowtide.planning.repeated_calls import step_of_calls
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.simulate import Timeline
 from lowtide.planning.variants import with_priced_fetches
@@ -109,7 +110,8 @@ class LeverSearch:
 
     def _changes(self, step: Step, lowest: Timeline) -> Iterator[_Change]:
         settings, optimizers = self._again.settings, self._again.optimizers
-        if optimizers and self._one_process and not (settings.step_in_backward or settings.accumulate):
+        several = settings.accumulate or settings.calls > 1
+        if optimizers and self._one_process and not (settings.step_in_backward or several):
             yield _Change(
                 keyword="step_in_backward=True",
                 option="--step-in-backward",
@@ -123,7 +125,8 @@ class LeverSearch:
                 settings=(("holds_outputs", False),),
                 caution="holds_outputs=False: where the loop frees the model's outputs before backward",
             )
-        if self._stores and not settings.offload:
+        stores = self._stores and settings.calls == 1
+        if stores and not settings.offload:
             store = "disk:FOLDER" if step.device == "cpu" else "host"
             yield _Change(
                 keyword=f'offload="{store}"',
@@ -131,7 +134,7 @@ class LeverSearch:
                 settings=(("offload_what", ("activations",)),),
             )
         if (
-            self._stores
+            stores
             and optimizers
             and not settings.accumulate
             and "state" not in settings.offload_what
@@ -180,7 +183,7 @@ class LeverSearch:
         other = self._cost(captured)
         if settings.offload:
             other = with_priced_fetches(replace(other, transfer_speed=step.transfer_speed or UNKNOWN_STORE))
-        planner = planner_for(other)
+        planner = planner_for(step_of_calls(other, other.calls))
         floor_bytes = planner.floor_bytes
         if other.graphs:  # a plan may be eager itself
             floor_bytes = min(floor_bytes, planner.eager_peak_bytes)

@@ -2,33 +2,39 @@
 
 import logging
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from lowtide import display
 from lowtide.analyze.captured_step import Captured, capture
 from lowtide.errors import LowtideError
 from lowtide.facts import Step
 from lowtide.facts.gpus import Gpu
+from lowtide.facts.pipeline import StageInPipeline
 from lowtide.facts.plan import OffloadTarget, parse_offload
 from lowtide.facts.sizes import parse_size
 from lowtide.offload.offload_store import open_store
 from lowtide.ops.repeatable_ops import stated
 from lowtide.ops.rounded_head import NO_HEAD
 from lowtide.optim.joined_optimizers import join_optimizers
+from lowtide.parallel.microbatches import stage_in_pipeline
 from lowtide.parallel.ranks import Ranks
 from lowtide.parallel.simulated_sharding import SimulatedSharding
+from lowtide.planning.pipeline_bytes import kept_bytes
 from lowtide.planning.rounded_step import NOT_USED
 from lowtide.profiling.costing import KnownCosts, estimate_costs
 from lowtide.profiling.transfer_speed import measure_transfer_speed
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.runner import runner_of
 from lowtide.torch_compat import ddp
+from lowtide.torch_compat.dispatch import map_leaves
 from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.trace.identity import user_tensors
-from lowtide.trace.model_call import Loop, Loss, Optimizers
+from lowtide.trace.model_call import Loop, Loss, Optimizers, tensors_in
 from lowtide.trace.step_device import device_of
 
 logger = logging.getLogger("lowtide")
@@ -50,17 +56,49 @@ class LoopStatements:
     offload: str
     offload_what: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    calls: int = 1
+    stage: StageInPipeline | None = None
 
     @property
     def reserve_bytes(self) -> int:
         return parse_size(self.reserve) if self.reserve else 0
 
-    def loop(self, model: nn.Module, batch: Any) -> Loop:
+    def of_pipeline(self, schedule: Any, model: Any) -> Self:
+        """These statements for a stage of a pipeline with that schedule; as they are without a schedule."""
+        if schedule is None:
+            return self
+        if self.calls != 1:
+            raise LowtideError("calls is found from the schedule of the pipeline: leave calls out")
+        stage = stage_in_pipeline(schedule, model)
+        accumulate = self.accumulate or stage.accumulates
+        return replace(self, stage=stage, calls=stage.in_flight, accumulate=accumulate)
+
+    def is_alone(self, process_group: ProcessGroup | None) -> bool:
+        """Whether this process alone trains the model: other processes have other stages."""
+        return self.stage is not None and process_group is None
+
+    def received(self, batch: Any) -> Any:
+        """A micro-batch as the stage gets it: the values of an earlier stage need gradients."""
+        if self.stage is None or self.stage.is_first:
+            return batch
+        if any(tensor.requires_grad for tensor in tensors_in(batch)):
+            return batch
+        return map_leaves(
+            lambda leaf: (
+                leaf.detach().requires_grad_()
+                if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+                else leaf
+            ),
+            batch,
+        )
+
+    def loop(self, model: nn.Module, batch: Any, step: Step | None = None) -> Loop:
+        """What the loop is known to have; `step` is the captured one, with what a pipeline keeps live."""
         return Loop.of(
             self.optimizer,
             self.loss,
             holds_outputs=self.holds_outputs,
-            reserve_bytes=self.reserve_bytes,
+            reserve_bytes=self.reserve_bytes + (kept_bytes(step) if self.stage and step else 0),
             origins=user_tensors(model, batch),
         )
 
@@ -75,6 +113,7 @@ class LoopStatements:
             "offload",
             "offload_what",
             "rounds",
+            "calls",
         )
         own = [(name, str(getattr(self, name))) for name in named]
         return [*own, ("repeatable ops", ",".join(stated()))]
@@ -104,6 +143,7 @@ class LoopStatements:
             raise LowtideError(SHARDED_OFFLOAD)
         if self.rounds and units_of(model):
             raise LowtideError(SHARDED_ROUNDS)
+        self._check_calls(model)
         if "state" in self.offload_what and self.optimizer is None:
             raise LowtideError(
                 "offload_what names the optimizer's state, and no optimizer is given: optimizer=..., or "
@@ -112,6 +152,31 @@ class LoopStatements:
         if self.offload_to is not None:
             open_store(self.offload_to, str(device_of(model, batch)))
         ddp.check(model)
+
+    def _check_calls(self, model: nn.Module) -> None:
+        """Refuse a number of calls that is none, and what is not planned for several calls."""
+        if type(self.calls) is not int or self.calls < 1:
+            raise LowtideError(
+                f"calls={self.calls!r} is no number of calls: give how often a step calls the model before "
+                "its first backward pass, 1 or more"
+            )
+        if self.calls == 1:
+            return
+        others = {
+            "step_in_backward": self.step_in_backward,
+            "offload": self.offload_to is not None,
+            "rounds": bool(self.rounds),
+        }
+        for name in (name for name, is_given in others.items() if is_given):
+            raise LowtideError(
+                f"{name} is planned for a backward pass after each call of the model, not for calls="
+                f"{self.calls}: leave {name} or calls out"
+            )
+        if units_of(model):
+            raise LowtideError(
+                "several calls before a backward pass are not planned for models that are sharded by "
+                "fully_shard: leave calls and pipeline out"
+            )
 
     def capture(
         self,
@@ -130,6 +195,8 @@ class LoopStatements:
                 optimizer=join_optimizers(self.optimizer),
                 loss=self.loss,
                 accumulate=self.accumulate,
+                calls=self.calls,
+                stage=self.stage,
                 reserve_bytes=self.reserve_bytes,
                 step_in_backward=self.step_in_backward,
                 holds_outputs=self.holds_outputs,

@@ -50,7 +50,8 @@ class Plan:
         offloaded = sum(decision.action is Action.OFFLOAD for decision in self.decisions)
         return (
             f"Plan(budget={self._budget}, peak={format_size(self.peak_bytes)}, "
-            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._rounds}{self._estimated_for}"
+            f"overhead={self.overhead:.1%}, planner={self.planner}, {self._calls}"
+            f"{self._rounds}{self._estimated_for}"
             f"{recomputed} of {len(self.decisions)} activations recomputed"
             f"{f', {offloaded} offloaded' if offloaded else ''}"
             f"{f', {text} rest on the store' if (text := resting_text(self.solution)) else ''})"
@@ -66,6 +67,10 @@ class Plan:
     @property
     def _rounds(self) -> str:
         return f"rounds={','.join(self.rounds)}, " if self.rounds else ""
+
+    @property
+    def _calls(self) -> str:
+        return f"calls={self.solution.calls}, " if self.solution.calls > 1 else ""
 
     @property
     def _estimated_for(self) -> str:
@@ -153,11 +158,13 @@ class Plan:
         from lowtide.torch_compat.ddp import unwrapped
         from lowtide.trace.identity import identify_model
 
-        inner, ranks = unwrapped(model), ranks_of(model, process_group)
+        is_alone = self.solution.pipeline and process_group is None  # other processes have other stages
+        inner, ranks = unwrapped(model), None if is_alone else ranks_of(model, process_group)
         if ranks is not None:
             check_together(ranks, self, lambda: check_identity(self, identify_model(inner)))
         apply_plan(self, inner, optimizer=join_optimizers(optimizer))
-        guard_ranks(model, process_group)
+        if not is_alone:
+            guard_ranks(model, process_group)
         return model
 
     def summary(self) -> str:
@@ -238,7 +245,10 @@ def expectation(plan: Plan) -> str:
     without = "" if fits else f" ({format_size(baseline_bytes)} without a plan)"
     if plan.rounds:
         cost += f", rounds ({','.join(plan.rounds)}): not equal to eager to the last bit"
-    return f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}"
+    calls = f", {plan.solution.calls} calls before a backward pass" if plan.solution.calls > 1 else ""
+    return (
+        f"predicted peak {peak} of {of}{without}, {cost}, for {dict(plan.solution.identity)['batch']}{calls}"
+    )
 
 
 def load_plan(path: str | Path) -> Plan:

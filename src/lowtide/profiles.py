@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from lowtide.errors import BudgetTooSmall, LowtideError
 from lowtide.facts import UPDATE, Activation, Node, Solution, Step
@@ -20,11 +20,12 @@ from lowtide.planning.allocator import caches_blocks, expandable_segments, reser
 from lowtide.planning.log_lines import decision_line
 from lowtide.planning.lower_bounds import Bounds
 from lowtide.planning.planner import MAY_BE_EAGER, Planner
+from lowtide.planning.repeated_calls import step_of_calls
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.reserved_budget import baseline_reserved, check_reserves, simulated, solve_on_device
 from lowtide.planning.resting_sets import resting_form
 from lowtide.planning.rounded_step import ROUNDS, beside_exact, chosen, lower
-from lowtide.planning.schedules import as_eager, eager_timeline
+from lowtide.planning.schedules import as_eager, eager_timeline, reserve
 from lowtide.planning.simulate import Timeline, simulate
 from lowtide.plans import Plan, with_note
 from lowtide.report.notebook import as_text, card, profile_rows, timeline_svg
@@ -51,7 +52,8 @@ class Profile:
     """Where the memory and the time of one training step go; made by `lowtide.profile`.
 
     All bytes are predicted from the captured graphs; `seconds` are measured op by op, or estimated for an
-    absent GPU, which `step.device` names.
+    absent GPU, which `step.device` names. Where the loop calls the model several times before its first
+    backward pass, `step` has all of these calls, and `call` has one of them.
     """
 
     step: Step
@@ -60,10 +62,27 @@ class Profile:
     traced: "TracedModel | None" = field(default=None, repr=False, compare=False)
     lever_search: "LeverSearch | None" = field(default=None, repr=False, compare=False)
     rounded: Step | None = field(default=None, repr=False, compare=False)
+    call: Step | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, step: Step, **others: Any) -> Self:
+        """The profile of the step that makes `step.calls` such calls; `others` are its fields."""
+        if step.calls == 1:
+            return cls(step, **others)
+        return cls(step_of_calls(step, step.calls), call=step, **others)
 
     def __repr__(self) -> str:
         """One line; the floor is left out, since it takes a search."""
-        return f"Profile(peak={format_size(self.peak_bytes)}, {len(self.nodes)} nodes on {self.step.device})"
+        calls = f", {self.step.calls} calls" if self.call is not None else ""
+        return (
+            f"Profile(peak={format_size(self.peak_bytes)}, {len(self.nodes)} nodes on {self.step.device}"
+            f"{calls})"
+        )
+
+    @property
+    def one_call(self) -> Step:
+        """The step of one call of the model."""
+        return self.step if self.call is None else self.call
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -281,7 +300,7 @@ class Profile:
         """Write a `profile.json` that `lowtide.load_profile` reads."""
         if self.rounded is not None:
             _log.warning(EXACT_FORM)
-        save_step(path, self.step)
+        save_step(path, self.one_call)
 
     def _compiled_plan(self, budget_bytes: int, planner: str, name: str) -> Plan:
         from lowtide.runtime.executor import InductorOps, executor_named, solve_compiled
@@ -304,6 +323,8 @@ class Profile:
             reason = "is for models of one graph, and this one breaks into several"
         elif self.step.transfer_speed is not None:
             reason = "cannot offload: leave `offload` out"
+        elif self.call is not None:
+            reason = "plans one call of the model for each backward pass: leave `calls` out"
         elif self.rounded is not None:
             reason = "compiles the exact form of a step alone: leave `rounds` out"
         elif any(node.op == UPDATE for node in self.step.nodes):
@@ -319,6 +340,14 @@ class Profile:
         known = None if self.known is None else self.known.without_runs()
         form = self.rounded if solution.rounds and self.rounded is not None else self.step
         step = resting_form(form, solution.resting)
+        solution = replace(solution, pipeline=self.step.pipeline)
+        if self.call is not None:
+            solution = replace(
+                solution,
+                calls=self.call.calls,
+                graphs=solution.graphs[: len(self.call.graphs)],
+                reserve=reserve(self.call),
+            )
         return Plan(solution, known=known, loop=self.loop, traced=self.traced, step=step)
 
     @cached_property
@@ -344,4 +373,4 @@ def auto_budget_of(profile: Profile) -> AutoBudget:
 
 def load_profile(path: str | Path) -> Profile:
     """A profile from `profile.json`."""
-    return Profile(load_step(path))
+    return Profile.of(load_step(path))

@@ -94,3 +94,22 @@ def test_bytes_that_are_held_besides_count_throughout() -> None:
     lowtide.checkpoint(model, batch, budget=beside.floor_bytes, reserve=more)
     with pytest.raises(lowtide.BudgetTooSmall):
         lowtide.checkpoint(Network(), batch, budget=beside.floor_bytes - 1, reserve=more)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_plan_without_recompute_takes_no_more_than_eager(breaks: bool) -> None:
+    """Each gradient is added to the earlier one as soon as it is made, and freed."""
+    torch.manual_seed(0)
+    batch, plain = torch.randn(32, WIDTH), Network(breaks=breaks)
+    planned = copy.deepcopy(plain)
+    plan = lowtide.profile(planned, batch, accumulate=True).plan("300%")
+    assert plan.recompute_seconds == 0
+    plan.apply(planned)
+    peaks = []
+    for model in (plain, planned):
+        optimizer = torch.optim.SGD(model.parameters())
+        train(model, optimizer, batch)
+        peaks.append(
+            peak_above_start(lambda model=model, optimizer=optimizer: train(model, optimizer, batch))
+        )
+    assert peaks[1] <= peaks[0]

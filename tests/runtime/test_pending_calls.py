@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -181,3 +182,103 @@ def test_a_large_budget_is_planned_once(predicted: list[int], caplog: pytest.Log
     for _ in range(3):
         loop.step(rows(2), rows(3))
     assert not predicted and not told(caplog)
+
+
+def planned_for(
+    number: int, *, share: float = 0.3, accumulate: bool = False
+) -> tuple[nn.Module, nn.Module, lowtide.Plan]:
+    """A model without a plan, and its copy with a plan for so many calls of a step."""
+    torch.manual_seed(0)
+    plain = Encoder()
+    model = copy.deepcopy(plain)
+    profile = lowtide.profile(model, rows(0), calls=number, accumulate=accumulate)
+    budget = profile.floor_bytes + int(share * (profile.peak_bytes - profile.floor_bytes))
+    plan = profile.plan(budget)
+    plan.apply(model)
+    return plain, model, plan
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_calls_that_are_named_keep_the_budget_from_the_first_step_on(
+    number: int, predicted: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model, plan = planned_for(number, share=0.5)
+    batches = [rows(seed) for seed in range(number)]
+    for _ in range(2):
+        train(model, *batches)
+        train(plain, *batches)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    measured = peak_above_start(lambda: train(model, *batches)) + static_bytes(model, batches)
+    assert measured <= plan.budget_bytes
+    # the bytes of the loss are seen in the first step
+    assert not any("is called" in words for words in told(caplog))
+    assert not predicted or number > 2
+
+
+def in_turn(model: nn.Module, number: int, batches: list[torch.Tensor]) -> None:
+    """Run the backward pass of the first call while later ones are pending, as a stage of a pipeline does."""
+    waiting: list[torch.Tensor] = []
+    for batch in batches:
+        waiting.append(model(batch))
+        if len(waiting) == number:
+            waiting.pop(0).square().mean().backward()
+    while waiting:
+        waiting.pop(0).square().mean().backward()
+
+
+def test_calls_whose_backward_passes_come_in_turn_are_pending_one_by_one(
+    predicted: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, model, plan = planned_for(2, accumulate=True)
+    batches = [rows(seed) for seed in range(6)]
+    peaks = []
+    for _ in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+        in_turn(plain, 2, batches)
+        peaks.append(peak_above_start(lambda: in_turn(model, 2, batches)) + static_bytes(model, batches[:2]))
+        one, other = ([p.grad for p in each.parameters()] for each in (plain, model))
+        assert all(map(torch.equal, one, other))
+    assert max(peaks[1:]) <= plan.budget_bytes
+    assert not predicted and not told(caplog)
+
+
+def test_a_plan_of_several_calls_comes_back_from_its_file(tmp_path: Path) -> None:
+    plain, model, plan = planned_for(2)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = lowtide.load_plan(path)
+    assert loaded.solution == plan.solution and loaded.solution.calls == 2
+    assert sum(graph.in_model for graph in loaded.solution.graphs) == 1
+    loaded.apply(lowtide.remove(model))
+    train(model, rows(1), rows(2))
+    train(plain, rows(1), rows(2))
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_profile_of_several_calls_comes_back_from_its_file(tmp_path: Path) -> None:
+    profile = lowtide.profile(Encoder(), rows(0), calls=3)
+    path = tmp_path / "profile.json"
+    profile.save(path)
+    loaded = lowtide.load_profile(path)
+    assert loaded.peak_bytes == profile.peak_bytes and loaded.step.calls == 3
+    assert loaded.plan("80%").solution.reserve == profile.plan("80%").solution.reserve
+
+
+@pytest.mark.parametrize("calls", [0, -1, 2.0, "2", True])
+def test_a_number_of_calls_that_is_none_is_refused(calls: object) -> None:
+    with pytest.raises(lowtide.LowtideError, match=f"calls={calls!r} is no number of calls"):
+        lowtide.profile(Encoder(), rows(0), calls=calls)  # type: ignore[arg-type]
+
+
+def test_what_is_planned_for_one_call_is_refused_for_several() -> None:
+    model = Encoder()
+    with pytest.raises(
+        lowtide.LowtideError, match="step_in_backward is planned for a backward pass after each"
+    ):
+        lowtide.profile(model, rows(0), calls=2, step_in_backward=True)
+    with pytest.raises(lowtide.LowtideError, match="leave calls or ranks out"):
+        lowtide.profile(model, rows(0), calls=2, ranks=2)
+    plan = lowtide.profile(model, rows(0), calls=2).plan("100%")
+    with pytest.raises(lowtide.LowtideError, match="trains one call of the model for each step"):
+        lowtide.verify(model, rows(0), plan)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lowtide.facts.pipeline import StageInPipeline
 from lowtide.optim.joined_optimizers import inner_optimizers, join_optimizers
 
 CapturedT_co = TypeVar("CapturedT_co", covariant=True)
@@ -24,6 +25,8 @@ class StepSettings:
     holds_outputs: bool = True
     offload_what: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
+    calls: int = 1
+    stage: StageInPipeline | None = None
 
     @property
     def offload(self) -> bool:

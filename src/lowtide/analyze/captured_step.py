@@ -30,8 +30,9 @@ from lowtide.analyze.optimizer_facts import (
 )
 from lowtide.analyze.resting_facts import find_resting
 from lowtide.errors import CaptureError
-from lowtide.facts import Action, Graph, Kind, Run, Step
+from lowtide.facts import RESERVED, Action, Graph, Kind, Run, Step
 from lowtide.facts.gpus import Gpu
+from lowtide.facts.pipeline import StageInPipeline
 from lowtide.garbage import rarely_collected
 from lowtide.ops.calls import Call, call_of, target_name, value_of
 from lowtide.ops.random_ops import apply_mask, eager_dropout
@@ -40,6 +41,7 @@ from lowtide.optim.split_check import update_bytes
 from lowtide.parallel.sharded_step import shard
 from lowtide.parallel.simulated_sharding import SimulatedSharding, simulated_optimizer
 from lowtide.planning.log_lines import kind_of, step_line
+from lowtide.planning.pipeline_bytes import in_pipeline
 from lowtide.remat import Kept, rule_named, rules_of
 from lowtide.stage_log import stage
 from lowtide.torch_compat import aot_autograd
@@ -89,6 +91,8 @@ def capture(
     optimizer: torch.optim.Optimizer | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     accumulate: bool = False,
+    calls: int = 1,
+    stage: StageInPipeline | None = None,
     reserve_bytes: int = 0,
     step_in_backward: bool = False,
     holds_outputs: bool = True,
@@ -99,6 +103,8 @@ def capture(
     """Capture a step without running it. Needs the memory of the model, not of the step.
 
     - `accumulate`: the step begins with gradients of earlier micro-batches
+    - `calls`: the loop calls the model so often before its first backward pass; the step is that of one call
+    - `stage`: the place of the model in a pipeline
     - `reserve_bytes`: bytes that are live throughout, besides the step's own
     - `step_in_backward`: the optimizer updates each parameter as soon as its gradient is final
     - `holds_outputs`: the loop keeps all outputs live until the next forward pass ends, not the loss alone
@@ -112,6 +118,8 @@ def capture(
     refuse_what_cannot_be_traced(model, (args, kwargs), loss)
     settings = StepSettings(
         accumulate=accumulate,
+        calls=calls,
+        stage=stage,
         reserve_bytes=reserve_bytes,
         step_in_backward=step_in_backward,
         holds_outputs=holds_outputs,
@@ -152,6 +160,7 @@ def analyzed(
     analysis = analyze_graphs(
         traced,
         accumulate=settings.accumulate,
+        several_calls=settings.calls > 1,
         last_output_bytes=0 if settings.holds_outputs else None,
         updates=updates,
         offload=settings.offload,
@@ -159,7 +168,7 @@ def analyzed(
         tensors=user_tensors(model, batch),
     )
     if settings.reserve_bytes:
-        analysis.add_storage(nbytes=settings.reserve_bytes, kind=Kind.INPUT, name="reserved", static=True)
+        analysis.add_storage(nbytes=settings.reserve_bytes, kind=Kind.INPUT, name=RESERVED, static=True)
     captured = captured_step(
         analysis,
         traced,
@@ -171,9 +180,10 @@ def analyzed(
         on_gpu=gpu is not None,
     )
     notes = (*captured.step.notes, HOOKS) if has_backward_hooks(model) else captured.step.notes
+    step = replace(captured.step, holds_outputs=settings.holds_outputs, notes=notes, calls=settings.calls)
     return replace(
         captured,
-        step=replace(captured.step, holds_outputs=settings.holds_outputs, notes=notes),
+        step=step if settings.stage is None else in_pipeline(step, settings.stage),
         # for a GPU, the compiled model calls kernels that a CPU lacks
         traced=None if gpu is not None else captured.traced,
     )

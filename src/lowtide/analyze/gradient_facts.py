@@ -9,13 +9,11 @@ from torch import Tensor, fx
 
 from lowtide.analyze.analysis import Analysis, GraphAnalysis
 from lowtide.analyze.backward_facts import is_view_of_gradient
-from lowtide.facts import UPDATE, Kind, Region
+from lowtide.facts import EARLIER, UPDATE, Kind, Region
 from lowtide.ops.gradient_terms import is_cast, terms
 from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.dtensor import LEAVES_WHOLE
 from lowtide.trace.segments import Execution, Trace
-
-EARLIER = "gradients of earlier micro-batches"
 
 
 def add_tangent(
@@ -179,24 +177,38 @@ def add_earlier_gradients(analysis: Analysis) -> None:
 def add_up_gradients(analysis: Analysis) -> None:
     """Keep the gradients of earlier micro-batches live until the backward pass ends.
 
-    A graph returns all its gradients at its end, where autograd adds them: until then both sums are live.
-    Eager adds each gradient where it is made, to the earlier one.
+    A gradient that is handed over is added to the earlier one where it is made, as in eager, and freed. Other
+    gradients leave their graph at its end, where autograd adds them: until then both sums are live.
     """
     if analysis.earlier is None:
         return
     own = dict.fromkeys(analysis.gradients.values())
     (storage,) = analysis.nodes[analysis.earlier].makes
     nbytes = sum(analysis.storages[made].nbytes for made in own)
-    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes)
+    late = own.keys() - _leaving(analysis)
+    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes, pinned=not late)
     for made in own:
         record = analysis.storages[made]
-        analysis.storages[made] = replace(record, extra_eager_bytes=-record.nbytes)
-    for rank, node in enumerate(analysis.nodes):
+        if late:  # the optimizer reads these, or the earlier ones: both sums have the same bytes
+            analysis.storages[made] = replace(record, extra_eager_bytes=-record.nbytes)
+        else:
+            analysis.storages[made] = replace(record, pinned=False)
+    for rank, node in enumerate(analysis.nodes if late else ()):
         inside = sum(analysis.storages[made].nbytes for made in node.makes if made in own)
         if inside:
             analysis.nodes[rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + inside)
     last = analysis.nodes[-1]
     analysis.nodes[-1] = replace(last, reads=(*last.reads, analysis.earlier))
+
+
+def _leaving(analysis: Analysis) -> set[int]:
+    """The storages of gradients that leave their graph as soon as they are made."""
+    handed = {
+        segment.origins[place].tensor
+        for segment, places in zip(analysis.segments, analysis.handed_over, strict=True)
+        for place in places
+    }
+    return {storage for tensor, storage in analysis.gradients.items() if tensor in handed}
 
 
 def keep_earlier_gradients(analysis: Analysis) -> None:

@@ -102,19 +102,25 @@ def summed_inside_op(trace: Trace) -> str:
     return ""
 
 
-def hand_over_shared(trace: Trace, executions: Sequence[Execution]) -> list[Execution]:
+def hand_over_shared(
+    trace: Trace, executions: Sequence[Execution], *, adds_to_earlier: bool = False
+) -> list[Execution]:
     """The executions of a trace; gradients that autograd adds to others leave their graph one by one.
 
-    Those are the gradients of tensors that several graphs use, and gradients that leave as terms. A graph
+    Those are the gradients of tensors that several graphs use, and gradients that leave as terms; with
+    `adds_to_earlier`, where other calls of the model give gradients as well, those of all parameters. A graph
     that runs several times hands over the same gradients each time.
     """
     uses = Counter(_tensor(execution, place) for execution in executions for place in _gradients(execution))
     wanted: dict[str, set[int]] = {}
     for index, execution in enumerate(executions):
         places = wanted.setdefault(execution.segment.fingerprint, set())
+        in_model = index < trace.num_in_model and trace.sharding is None
+        if adds_to_earlier and in_model and can_hand_over(execution.segment):
+            places.update(place for place, _, _ in _weights(execution.segment))
         if execution.handed_over is not None:
             places.update(execution.handed_over)
-        elif index < trace.num_in_model and trace.sharding is None and can_hand_over(execution.segment):
+        elif in_model and can_hand_over(execution.segment):
             shared = {p for p in _gradients(execution) if uses[_tensor(execution, p)] > 1}
             either = shared.union(execution.apart or ())
             places.update(p for p in either if not is_part(execution.segment.primals[p]))

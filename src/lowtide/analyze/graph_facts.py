@@ -60,6 +60,7 @@ def analyze_graphs(
     trace: Trace,
     *,
     accumulate: bool = False,
+    several_calls: bool = False,
     last_output_bytes: int | None = None,
     updates: Mapping[int, int] | None = None,
     offload: bool = False,
@@ -68,7 +69,8 @@ def analyze_graphs(
 ) -> Analysis:
     """Rank every node of forward and backward, and find the storages they make and read.
 
-    With `accumulate`, gradients of earlier micro-batches are live when the step begins. The outputs of the
+    With `accumulate`, gradients of earlier micro-batches are live when the step begins. With `several_calls`,
+    the loop calls the model again before the backward pass. The outputs of the
     last step are live until the forward pass ends, and take at least `last_output_bytes`; None where the loop
     has freed them. `updates` are
     parameters (by identity) that are updated in the backward pass, each with the workspace of its update.
@@ -81,7 +83,7 @@ def analyze_graphs(
     executions, missing = specialise(trace)
     executions = with_terms_apart(trace, executions)
     if not updates:  # an update in the backward pass takes its gradient from inside of the graph
-        executions = hand_over_shared(trace, executions)
+        executions = hand_over_shared(trace, executions, adds_to_earlier=accumulate or several_calls)
     executions, rounding, not_rounding = with_rounding(trace, executions, tuple(rounds))
     analysis = Analysis(
         rounding=rounding,

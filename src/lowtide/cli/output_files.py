@@ -51,12 +51,12 @@ TARGET = "target"
 
 
 def save_profile(path: Path, profile: Profile, spec: TargetSpec | None) -> None:
-    save_json(path, step_to_dict(profile.step) | _target(spec))
+    save_json(path, step_to_dict(profile.one_call) | _target(spec))
 
 
 def load_profile(path: Path) -> tuple[Profile, TargetSpec | None]:
     data = load_json(path)
-    return Profile(step_from_dict(data, path=path)), _spec(path, data)
+    return Profile.of(step_from_dict(data, path=path)), _spec(path, data)
 
 
 def save_plan(path: Path, plan: Plan, spec: TargetSpec | None) -> None:

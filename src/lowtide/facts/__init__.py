@@ -3,6 +3,7 @@
 - `step`: one training step: nodes, storages, remats, graphs, activations
 - `plan`: a planner's answer: schedule, decisions, solution; names of planners and executors
 - `levers`: changes of a loop that lower the floor of its step
+- `pipeline`: the place of a model in a pipeline
 - `sharding`: how parameters are divided among processes
 - `meshes`: how many GPUs share samples, layers, blocks and the sequence of a step
 - `gpus`: published figures of GPUs
@@ -15,9 +16,12 @@
 
 from lowtide.facts.plan import Decision, Offload, Reserve, ReservedBytes, Schedule, Solution
 from lowtide.facts.step import (
+    EARLIER,
     FETCH,
     FRAMES,
     LAST_OUTPUTS,
+    PIPELINE,
+    RESERVED,
     UPDATE,
     Action,
     Activation,
@@ -34,9 +38,12 @@ from lowtide.facts.step import (
 )
 
 __all__ = [
+    "EARLIER",
     "FETCH",
     "FRAMES",
     "LAST_OUTPUTS",
+    "PIPELINE",
+    "RESERVED",
     "UPDATE",
     "Action",
     "Activation",

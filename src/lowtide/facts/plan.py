@@ -205,7 +205,9 @@ class Solution:
     `recompute_seconds`. `holds_outputs` and `gradient_strides` are those of the step. `reserved` is set for
     an accelerator. Where it has a budget, `budget_bytes` are those that the search went down to. `resting`:
     what rests on the store between its uses, as `frozen:layer.weight`; `state:layer.weight` is the
-    optimizer's state of that parameter. `repeatable` is that of the step.
+    optimizer's state of that parameter. `repeatable` and `pipeline` are those of the step. `calls`: how often
+    the loop calls the model before its first backward pass; `graphs` and `reserve` are those of one call, all
+    else is of the step.
     """
 
     planner: str
@@ -237,6 +239,8 @@ class Solution:
     reserved: ReservedBytes | None = None
     resting: tuple[str, ...] = ()
     repeatable: tuple[str, ...] = ()
+    calls: int = 1
+    pipeline: bool = False
 
     @property
     def gap(self) -> float | None:

@@ -61,10 +61,10 @@ ALWAYS = {
 WHERE_SET = {
     Step: (
         *("transfer_speed", "optimizer_chunks", "gradient_strides", "stacks", "first_break", "offload_what"),
-        "resting_chunks",
+        *("resting_chunks", "calls", "pipeline"),
     ),
     Node: ("stack", "own_checkpoint"),
-    Solution: ("offload", "reserved", "resting"),
+    Solution: ("offload", "reserved", "resting", "calls", "pipeline"),
     Offload: ("what", "resting_bytes", "read_bytes", "written_bytes"),
     Graph: ("releases", "handed_over", "fetches"),
     Storage: ("host_bytes", "rests", "update_bytes"),

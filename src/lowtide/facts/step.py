@@ -14,6 +14,15 @@ UPDATE = "update"
 LAST_OUTPUTS = "outputs of the last step"
 """A node and its storage: what the loop keeps live until the forward pass ends."""
 
+RESERVED = "reserved"
+"""The storage of the bytes that the user says are live besides a step."""
+
+PIPELINE = "micro-batches of the pipeline"
+"""The storage of the bytes that a pipeline keeps live besides its micro-batches in flight."""
+
+EARLIER = "gradients of earlier micro-batches"
+"""A node and its storage: gradients that are live when the step begins, to which it adds its own."""
+
 FRAMES = "frames"
 """The op of a node that stands for frames of Python, which keep its reads live; eager has no such frames."""
 
@@ -252,7 +261,9 @@ class Step:
     offloaded (`OFFLOADABLE`); empty without a store, and in older files. `repeatable`: names of custom
     ops that the user said give the same result twice. `resting_chunks`: for each chunk
     size of a step whose state rests on the store, the bytes live inside, and those where all parameters
-    rest too.
+    rest too. `calls`: how often the loop calls the model before its first backward pass; the nodes are those
+    of one call, or of all of them (`planning.repeated_calls`). `pipeline`: the model is a stage of a
+    pipeline, whose own tensors are counted.
     """
 
     nodes: tuple[Node, ...]
@@ -273,6 +284,8 @@ class Step:
     offload_what: tuple[str, ...] = ()
     repeatable: tuple[str, ...] = ()
     resting_chunks: tuple[tuple[int, int, int], ...] = ()
+    calls: int = 1
+    pipeline: bool = False
 
     @property
     def seconds(self) -> float:

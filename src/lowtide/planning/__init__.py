@@ -23,6 +23,7 @@ From a step to a solution:
 - `needs`, `cuts`, `lower_bounds`: what a step needs when, as minimum cuts at time points: proven lower bounds
 - `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
 - `repeated_calls`: the step of several calls of a model, from that of one
+- `pipeline_bytes`: what a pipeline keeps live around the calls of one of its stages
 - `rounded_step`: a step in the form that rounds, beside its exact form
 - `stages`: a stage of many equal blocks, from a step of a few
 - `mesh_search`: the fastest mesh of GPUs; `mesh_estimates`: peak and seconds of one mesh; `mesh_seconds`: its

@@ -141,7 +141,8 @@ def planner_for(step: Step) -> Planner:
     repeats = any(node.remats and node.segment in repeated for node in step.nodes)
     if repeats and can_offload(step):
         raise LowtideError(
-            "values cannot be offloaded where graphs run several times, as with FSDP2: leave 'offload' out"
+            "values cannot be offloaded where graphs run several times, as with FSDP2 or several calls "
+            "before a backward pass: leave 'offload' out"
         )
     step = without_dominated(step)
     if may_rest(step) and not repeats:
@@ -217,7 +218,9 @@ class RepeatedGraphsPlanner(Planner):
                 f"planner '{planner}' does not plan models whose graphs run several times: "
                 f"choose one of {', '.join(REPEATED_GRAPH_PLANNERS)}"
             )
-        return super().solve(budget_bytes=budget_bytes, planner=planner)
+        # eager runs the calls of a step that are planned together; a sharded model's processes stay together
+        may_be_eager = may_be_eager and self.step.calls > 1
+        return super().solve(budget_bytes=budget_bytes, planner=planner, may_be_eager=may_be_eager)
 
     def planned(self, planner: str, budget_bytes: int) -> Timeline:
         if planner != "auto":

@@ -40,6 +40,8 @@ class Schedules:
     spare_bytes: int | None = None
     in_trainer = False
     """whether a trainer has the loop, which takes no `loss=`"""
+    in_pipeline = False
+    """whether the model is a stage of a pipeline, whose own tensors the plan counts"""
     earlier_gradient_bytes = 0
     """of earlier passes, which the plan counts"""
 

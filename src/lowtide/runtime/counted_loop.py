@@ -50,6 +50,7 @@ class CountedLoop(Schedules):
         """the graphs of the user's own plan"""
         super().__init__(self.first, plan.solution.gradient_strides)
         self.plan = plan
+        self.in_pipeline = plan.solution.pipeline
         self.budget_bytes = plan.budget_bytes
         self._executor = executor
         offload = plan.solution.offload
@@ -66,6 +67,7 @@ class CountedLoop(Schedules):
             resting=plan.solution.resting,
             rounds=plan.solution.rounds,
             orders=self.orders,
+            calls=plan.solution.calls,
         )
         self.steps = {structures(self.first): self.first}
         """by structure, the graphs of the last planned step"""
@@ -87,7 +89,8 @@ class CountedLoop(Schedules):
         self._has_other_calls = False
         are_alike = plan.planner in REPEATED_GRAPH_PLANNERS and updates is None and offload is None
         if are_alike and not is_compiled and not self._is_sharded:
-            self.num_calls = 1
+            self.num_calls = plan.solution.calls
+            self._calls.expect(self.num_calls, between_bytes=0)
         has_reserve = self.loss_is_unknown and not is_compiled and not self._is_sharded
         self._loss_reserve = plan.loss_reserve if has_reserve else None
         if self._loss_reserve is not None:
@@ -97,13 +100,15 @@ class CountedLoop(Schedules):
 
     @property
     def counts_loop(self) -> bool:
-        # FSDP2 gathers parameters before the first graph's backward pass: bytes that look like the loop's own
-        return self._context.loop.loss is None or not self._is_sharded
+        # FSDP2 gathers parameters before the first graph's backward pass, and a pipeline receives values:
+        # bytes that look like the loop's own
+        is_known = self._context.loop.loss is not None and self._is_sharded
+        return not is_known and not self.in_pipeline
 
     @property
     def loss_is_unknown(self) -> bool:
         outside = any(graph.tangent_bytes > SCALAR_BYTES for graph in self.first[-1:])
-        return self._context.loop.loss is None and outside
+        return self._context.loop.loss is None and outside and not self.in_pipeline
 
     def learn(self, loss: LiveLoss | None, used: Mapping[str, Collection[int]]) -> bool:
         reserved, self._loss_reserve = self._loss_reserve, None
@@ -280,11 +285,15 @@ class CountedLoop(Schedules):
     def expect_calls(self, number: int, between_bytes: int) -> bool:
         if self.num_calls is None or max(number, self.num_calls) == 1:
             return False
+        # a given loss is part of each call
+        counted_bytes = 0 if self._context.loop.loss is None else self._context.reserve.loss_bytes
+        between_bytes = max(0, between_bytes - counted_bytes)
         has_more = between_bytes > self._calls.between_bytes + UNCOUNTED_BYTES
         if number <= self.num_calls and not self._has_other_calls and not has_more:
             return False
         self._has_other_calls = False
         self.num_calls = max(number, self.num_calls)
+        self._context = replace(self._context, calls=self.num_calls)
         self._calls.expect(self.num_calls, between_bytes)
         self._drop(f"a step calls the model {self.num_calls} times before its backward pass")
         return True

@@ -97,7 +97,8 @@ class StepContext:
     `update_bytes`: the bytes that each parameter's update in the backward pass allocates. `resting`: what
     rests on the store (`Solution.resting`). `beside`: what the loop was seen to keep live besides.
     `read_outputs`: by the structure of a graph as it is traced, the outputs that the loop's loss was seen to
-    read besides a loss that the model returns.
+    read besides a loss that the model returns. `calls`: how often a step calls the model before its first
+    backward pass.
     """
 
     model: nn.Module
@@ -112,6 +113,7 @@ class StepContext:
     orders: Orders | None = None
     beside: BesideGraphs = NOTHING_BESIDE
     read_outputs: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    calls: int = 1
 
     def captured(self, traced: Trace, **options: Any) -> Captured:
         """A traced step with its facts; `options` are those of `captured_step`."""
@@ -119,6 +121,7 @@ class StepContext:
         facts = analyze_graphs(
             traced,
             accumulate=accumulate,
+            several_calls=self.calls > 1,
             last_output_bytes=self.reserve.last_output_bytes if self.loop.holds_outputs else None,
             updates=self.update_bytes,
             offload="activations" in self.offload_what,

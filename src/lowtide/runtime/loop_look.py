@@ -59,9 +59,12 @@ class LoopLook:
             self._schedules.see_gradients(self._at_call, to_the_end=not has_stepped, is_seen=False)
 
     def another_call(self, batch: Any) -> None:
-        """A step calls the model again."""
+        """A step calls the model again, before the backward pass of an earlier call."""
         if self._tensors is not None:
             self._tensors.another_call(batch)
+        # backward passes between the calls: gradients stay, to which the others are added
+        if self.counts_gradients and (nbytes := self._gradient_bytes()) > SMALL_BYTES and not self._at_call:
+            self._schedules.see_gradients(nbytes, to_the_end=True, is_seen=True)
 
     def call_ends(self) -> None:
         if self.counts_gradients:

@@ -3,19 +3,19 @@
 Before the first step, the bytes of an unknown loss are reserved; the step shows how many they are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
 from lowtide.errors import BudgetTooSmall
-from lowtide.facts import LAST_OUTPUTS, Graph, Step
+from lowtide.facts import LAST_OUTPUTS, Graph, GraphRun, Step
 from lowtide.planning.graph_fetches import transfers_of
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.resting_sets import resting_form
 from lowtide.planning.schedules import runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
-from lowtide.runtime.incomplete_steps import NOTHING_BESIDE, BesideGraphs, schedules_of
+from lowtide.runtime.incomplete_steps import NOTHING_BESIDE, BesideGraphs
 
 TIMES_OUTPUTS = 3
 """A cross-entropy of all that the model returns has the logarithms of the probabilities, their gradient, and
@@ -54,7 +54,7 @@ def graphs_beside(
     if leaves(plan, loss_bytes, beside, loss_kept_bytes=loss_kept_bytes):
         return own
     planner = planner_for(_with(step, loss_bytes, _more_kept_bytes(plan, loss_kept_bytes), beside))
-    found = planner.adapt(schedules_of(step, own), budget_bytes=plan.budget_bytes)
+    found = planner.adapt(_schedules(step, own), budget_bytes=plan.budget_bytes)
     if found is not None and found.peak_bytes <= plan.budget_bytes:
         return found.graphs[: len(own)]
     try:
@@ -95,12 +95,19 @@ def peak_beside(
         step = replace(
             step,
             storages=tuple(
-                replace(s, nbytes=last_output_bytes) if s.name == LAST_OUTPUTS else s for s in step.storages
+                replace(s, nbytes=last_output_bytes // step.calls) if s.name == LAST_OUTPUTS else s
+                for s in step.storages
             ),
         )
     step = _with(step, loss_bytes, _more_kept_bytes(plan, loss_kept_bytes), beside)
-    runs = runs_of_schedules(step, schedules_of(step, known), *transfers_of(known))
+    runs = runs_of_schedules(step, _schedules(step, known), *transfers_of(known))
     return simulate(step, runs).peak_bytes
+
+
+def _schedules(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:
+    """The schedules of all calls of a step, from those of the graphs `own` of one call."""
+    per_call = len(step.graphs) // step.calls
+    return [*(graph.schedule for graph in own), *[()] * (per_call - len(own))] * step.calls
 
 
 def _own_graphs(plan: Plan) -> tuple[Graph, ...]:

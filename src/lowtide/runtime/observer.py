@@ -127,7 +127,6 @@ class LoopObserver:
         self._batch: list[weakref.ref[Tensor]] = []
         self._backwards_at_call = -1
         self._is_second_call = False  # before the backward pass of an earlier one
-        self._pending_node: Callable[[], Any] = weakly(None)
         self._watch: LoopWatch | None = None
         self._used: dict[str, set[int]] = {}
         self._has_new_strides = False
@@ -196,12 +195,11 @@ class LoopObserver:
         made, read = list(tensors_in(output)), list(tensors_in(batch))
         self.returned_outputs(made)
         self._backwards_at_call = self.num_backwards
-        self._pending_node = weakly(node_behind(made))
         given = [*made, *read]
         if self.pending.most > 1:
             self.pending.sees(given)
         given_bytes = sum(tensor.nbytes for tensor in given)
-        self.pending.call_ends(self._pending_node, self.saved_bytes + given_bytes)
+        self.pending.call_ends(weakly(node_behind(made)), self.saved_bytes + given_bytes)
         if OUTPUTS_LIVE not in self._said:
             outputs = [tensor for tensor in made if tensor.dim()]
             self._outputs = [weakref.ref(tensor) for tensor in outputs]
@@ -262,7 +260,7 @@ class LoopObserver:
             self.when_backward_begins()
         if is_first and self.spare_bytes is not None and OUTPUTS_COLLECTED not in self._said:
             self._say_collected(self.kept.live_bytes_before())
-        self.pending.backward_begins()
+        self.pending.backward_begins(autograd_engine.running_node())
         if GRAPH_KEPT not in self._said and autograd_engine.graph_is_kept():
             trained_bytes = sum(tensor.nbytes for tensor in self.own_tensors() if tensor.requires_grad)
             nbytes = self.saved_bytes + max(0, trained_bytes - self.earlier_gradient_bytes)
@@ -297,8 +295,8 @@ class LoopObserver:
 
     @property
     def has_pending_call(self) -> bool:
-        """Whether the backward pass of the last call can still come."""
-        return self._backwards_at_call == self.num_backwards and self._pending_node() is not None
+        """Whether the backward pass of an earlier call can still come."""
+        return self.pending.are_waiting
 
     def news(self) -> LoopNews | None:
         """The unexpected events since the last call of this method; None where there were none."""

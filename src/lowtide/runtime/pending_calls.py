@@ -4,6 +4,9 @@
     other = model(b)             position 1, beside the bytes of the first call
     loss(output, other).backward()
 
+A stage of a pipeline runs the backward pass of its first call while later calls are pending, and then calls
+the model again. So each call is pending until a graph of its own runs its backward pass.
+
 `PendingCalls` counts and measures in the loop. `CallsPlanner` plans graphs for as many calls as a step was
 seen to have.
 """
@@ -22,6 +25,7 @@ from lowtide.planning.repeated_calls import step_of_calls
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.schedules import runs_of_schedules
 from lowtide.planning.simulate import simulate
+from lowtide.torch_compat.autograd_engine import leads_to
 from lowtide.torch_compat.dispatch import WeakStorages
 
 UNCOUNTED_BYTES = 4096
@@ -30,15 +34,25 @@ OTHER_CALLS = "earlier calls of the step"
 
 
 class PendingCall(NamedTuple):
-    """A call, until its `node` of autograd dies: up to `nbytes`, and the storages that were seen."""
+    """A call, until its `node` of autograd dies: its `number`, up to `nbytes`, and the storages that were
+    seen."""
 
     node: Callable[[], Any]
     nbytes: int
     seen: WeakStorages
+    number: int = 0
+
+    def leads_to(self, node: Any) -> bool:
+        """Whether its backward pass runs `node`."""
+        own = self.node()
+        return own is not None and leads_to(own, node)
 
 
 class PendingCalls:
-    """The calls since the last backward pass. Refers to their tensors weakly.
+    """The calls whose backward pass can still come. Refers to their tensors weakly.
+
+    Backward passes come in the order of the calls, or one of them is that of all calls. So a call is no
+    longer waited for once a later one has had its own.
 
     `most`: the largest number of calls that were pending or running at once. `between_bytes`: the most that
     the loop was seen to make, and to keep live, between two calls.
@@ -54,11 +68,14 @@ class PendingCalls:
         self.expected_bytes = 0
         """as much as the earlier calls can keep live by their graphs and tensors"""
         self._calls: list[PendingCall] = []
+        self._num_calls = self._last_begun = 0
+        self._begun: PendingCall | None = None
+        """the last call whose backward pass has begun"""
         self._seen = WeakStorages(())
 
     def call_begins(self, *, besides: Iterable[Tensor]) -> None:
         """A call begins; the tensors `besides` are no call's own: the model's, and those of this batch."""
-        self._calls = [call for call in self._calls if call.node() is not None]
+        self._calls = self._waiting()
         self._seen = WeakStorages(())
         self.position = len(self._calls)
         self.most = max(self.most, self.position + 1)
@@ -75,10 +92,29 @@ class PendingCalls:
 
     def call_ends(self, node: Callable[[], Any], nbytes: int) -> None:
         """The call is pending as long as `node`, its node of autograd, lives; it keeps up to `nbytes`."""
-        self._calls.append(PendingCall(node, nbytes, self._seen))
+        self._num_calls += 1
+        self._calls.append(PendingCall(node, nbytes, self._seen, self._num_calls))
 
-    def backward_begins(self) -> None:
-        self._calls = []
+    def backward_begins(self, running: Any) -> None:
+        """A graph's backward pass begins, by the node `running`. Where no call is known to run this node, no
+        call is pending any more."""
+        if not self._calls:
+            return
+        found = next((call for call in self._calls if call.node() is running), None)
+        if found is None and self._begun is not None and self._begun.leads_to(running):
+            return  # an earlier graph of the same call
+        found = found or next((call for call in self._calls if call.leads_to(running)), None)
+        self._begun = found
+        self._last_begun = self._num_calls if found is None else max(self._last_begun, found.number)
+        self._calls = [] if found is None else [call for call in self._calls if call is not found]
+
+    @property
+    def are_waiting(self) -> bool:
+        """Whether the backward pass of a call can still come."""
+        return bool(self._waiting())
+
+    def _waiting(self) -> list[PendingCall]:
+        return [call for call in self._calls if call.number > self._last_begun and call.node() is not None]
 
 
 class CallsPlanner:

@@ -26,7 +26,14 @@ from lowtide.runtime.backward import refuse_transforms
 from lowtide.runtime.call_schedules import CallSoFar, Schedules
 from lowtide.runtime.executor import EAGER_OPS, Executor, RecentlyUsed
 from lowtide.runtime.loop_look import LoopLook
-from lowtide.runtime.loop_messages import CALLS_EXCEED, EARLIER_GRADIENTS, OUTPUTS_COUNTED, PROFILER_IS_ON
+from lowtide.runtime.loop_messages import (
+    CALLS_EXCEED,
+    EARLIER_GRADIENTS,
+    GRAPH_KEPT,
+    OUTPUTS_COLLECTED,
+    OUTPUTS_COUNTED,
+    PROFILER_IS_ON,
+)
 from lowtide.runtime.loop_watch import leave
 from lowtide.runtime.model_marker import mark, unmark
 from lowtide.runtime.observer import SMALL_BYTES, LoopObserver, ran_without_plan
@@ -103,6 +110,9 @@ class Runner:
         )
         self.observer.planned_calls = schedules.num_calls
         self.observer.counts_gradients = schedules.counts_gradients
+        if schedules.in_pipeline:
+            self.observer.never_say(OUTPUTS_COLLECTED)
+            self.observer.never_say(GRAPH_KEPT)
         if updates is not None:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay

@@ -57,7 +57,8 @@ class SeenLoop(CountedLoop):
         self.counts_gradients = updates is None and not self._is_sharded
 
     def see_loop(self, found: LoopBytes) -> None:
-        if self._is_sharded:  # other processes would not plan again in the same step
+        # other processes would not plan again in the same step; a pipeline's tensors are counted
+        if self._is_sharded or self.in_pipeline:
             return
         counted = self._context.beside
         times = self._times(found.batch_bytes)

@@ -15,7 +15,7 @@ In the order in which a model passes them:
 - `allocation_record`: the blocks that the CPU's allocator hands out, by torch's older profiler
 - `python_tensors`: the tensors that Python's objects keep live
 - `gradient_edges`: the uses of a tensor in autograd's graph, and gradients handed to planned graphs
-- `ddp`, `fsdp2`, `dtensor`: models on several processes
+- `ddp`, `fsdp2`, `dtensor`, `pipelining`: models on several processes
 
 Importing anything here asks `check_version`. Where the checked versions differ, a comment names the version.
 """

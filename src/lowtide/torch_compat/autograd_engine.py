@@ -19,6 +19,25 @@ def nodes_after_this() -> list[Any]:
     return [node for node, _ in torch._C._current_autograd_node().next_functions]
 
 
+def running_node() -> Any:
+    """Inside of a backward pass: the node that runs."""
+    return torch._C._current_autograd_node()
+
+
+def leads_to(node: Any, wanted: Any, *, most: int = 4096) -> bool:
+    """Whether `wanted` gets gradients of `node`, or is `node`; False where `most` nodes do not tell."""
+    waiting, seen = [node], {node}
+    while waiting and len(seen) < most:
+        here = waiting.pop()
+        if here is wanted:
+            return True
+        for behind, _ in here.next_functions:
+            if behind is not None and behind not in seen:
+                seen.add(behind)
+                waiting.append(behind)
+    return False
+
+
 def without_base(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient to which autograd can add others in place. A view refers to its base, and autograd writes
     only over memory that nothing else refers to."""

@@ -223,7 +223,8 @@ def _later_uses(roots: Sequence[Any]) -> dict[Any, dict[int, Any]]:
 
 def _tell(source: Any, users: Sequence[Use]) -> None:
     """Tell of uses of a tensor, made by the node `source`, that no graph can take up."""
-    if hasattr(source, "receiver"):
+    # a node that runs a part of a graph's backward pass reads an input by several edges
+    if hasattr(source, "receiver") and len({use.node for use in users}) > 1:
         source.receiver.view_is_used()
     if any(type(use.node).__name__ == CAST for use in users):
         for use in users:

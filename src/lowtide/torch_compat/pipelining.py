@@ -1,0 +1,56 @@
+"""The order of a pipeline's work, and its stages, from a schedule of `torch.distributed.pipelining`."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from torch import nn
+
+
+class StageAction(NamedTuple):
+    """One action of a `stage` on a micro-batch; `kind` is `F` (forward), `B` (backward), `I` (gradients of
+    inputs) or `W` (gradients of weights)."""
+
+    stage: int
+    kind: str
+
+
+def actions_of(schedule: Any) -> dict[int, list[StageAction]] | None:
+    """By rank, the forward and backward actions of a schedule in their order; None for any other object, and
+    for a schedule without a backward pass."""
+    order = getattr(schedule, "pipeline_order", None)
+    if not isinstance(order, dict) or not order:
+        return None
+    return {rank: list(_flat(actions)) for rank, actions in sorted(order.items())}
+
+
+def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
+    """Without bubbles and communication; actions that overlap count one after the other."""
+    for action in actions:
+        if action is None:
+            continue
+        if action.sub_actions:
+            yield from _flat(action.sub_actions)
+        elif action.computation_type.value in ("F", "B", "I", "W"):
+            yield StageAction(action.stage_index, action.computation_type.value)
+
+
+class StageHere(NamedTuple):
+    """A stage on this process. `has_others`: the schedule is one for several stages of a process."""
+
+    number: int
+    microbatches: int
+    is_first: bool
+    is_last: bool
+    has_others: bool
+
+
+def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
+    """The stage of this process that has the model; None where there is none."""
+    several = getattr(schedule, "_stages", None)
+    stages = several or [getattr(schedule, "_stage", None)]
+    stage = next((one for one in stages if one is not None and one.submod is model), None)
+    if stage is None:
+        return None
+    return StageHere(
+        stage.stage_index, schedule._n_microbatches, stage.is_first, stage.is_last, several is not None
+    )

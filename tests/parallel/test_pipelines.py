@@ -1,0 +1,44 @@
+"""Stages of a pipeline: training by plans leaves the same behind as plain training, within the budgets."""
+
+from typing import Any
+
+import pytest
+from ranks import on_ranks
+
+pytestmark = pytest.mark.slow
+
+IN_FLIGHT = {
+    "1F1B": [2, 1],
+    "GPipe": [8, 8],
+    "interleaved": [4, 3, 2, 1],
+    "looped": [8, 8, 8, 8],
+    "zero bubble": [4, 3, 2, 1],
+    "zero bubble, V": [4, 3, 2, 1],
+}
+SPLIT = ("zero bubble", "zero bubble, V")
+
+
+def check(ranks: list[dict[str, Any]], name: str) -> None:
+    stages = sorted((stage for rank in ranks for stage in rank["stages"]), key=lambda stage: stage["stage"])
+    assert [stage["in flight"] for stage in stages] == IN_FLIGHT[name]
+    for rank in ranks:
+        assert rank["compared"] > 40 and rank["different"] == []
+        assert rank["said"] == []
+        budget, plain, planned = (
+            sum(stage[key] for stage in rank["stages"]) for key in ("budget", "plain", "planned")
+        )
+        assert rank["planned"] <= min(budget, rank["plain"])
+        if len(rank["stages"]) == 1:
+            assert plain == pytest.approx(rank["plain"], rel=0.02)
+            assert planned == pytest.approx(rank["planned"], rel=0.02)
+
+
+def test_training_by_plans_of_stages_leaves_the_same_behind() -> None:
+    check(on_ranks("pipeline_cases:compared", name="1F1B"), "1F1B")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("share", [0.0, 0.6])
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_every_schedule(name: str, share: float) -> None:
+    check(on_ranks("pipeline_cases:compared", name=name, share=share), name)
