@@ -8,6 +8,7 @@ class StageInPipeline:
     """One stage of a pipeline whose step has `microbatches`, of which the stage has up to `in_flight` between
     their forward and their backward pass. `sent`: of so many others, what was sent stays live. Up to
     `waiting_for_weights` have gradients of their own for the weights, which are added to the others later.
+    `keeps_buffers`: the pipeline has a buffer for each gradient that arrives, all along.
     """
 
     index: int
@@ -15,6 +16,7 @@ class StageInPipeline:
     in_flight: int
     sent: int
     waiting_for_weights: int
+    keeps_buffers: bool
     is_first: bool
     is_last: bool
 

@@ -45,6 +45,7 @@ def stage_in_pipeline(schedule: Any, model: nn.Module) -> StageInPipeline:
         in_flight=in_flight,
         # schedules of several stages wait for all sends at the end of the step, others for the last one
         sent=max(1, others) if stage.has_others else 1,
+        keeps_buffers=stage.keeps_buffers,
         waiting_for_weights=most_waiting_for_weights(actions),
         is_first=stage.is_first,
         is_last=stage.is_last,

@@ -7,7 +7,8 @@
     sends          outputs, and gradients of inputs, as long as the schedule has not waited for the send
     zero bubble    gradients of weights, from the backward pass of the inputs to that of the weights
 
-The inputs, outputs and targets of the micro-batches in flight are a part of the calls themselves.
+From torch 2.15 on, a gradient's buffer is allocated when it arrives, and freed. The inputs, outputs and
+targets of the micro-batches in flight are a part of the calls themselves.
 """
 
 from dataclasses import replace
@@ -27,7 +28,7 @@ def in_pipeline(step: Step, stage: StageInPipeline) -> Step:
         copied, shared = _target_bytes(step)
         nbytes += others * (outputs + copied) + (stage.microbatches - 1) * shared
     else:
-        nbytes += (stage.microbatches + stage.sent) * outputs
+        nbytes += (stage.sent + (stage.microbatches if stage.keeps_buffers else 0)) * outputs
     if not stage.is_first:
         nbytes += stage.sent * batch_bytes(step)
     nbytes += stage.waiting_for_weights * _gradient_bytes(step)

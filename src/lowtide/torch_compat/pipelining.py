@@ -1,6 +1,7 @@
 """The order of a pipeline's work, and its stages, from a schedule of `torch.distributed.pipelining`."""
 
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -35,13 +36,15 @@ def _flat(actions: Iterable[Any]) -> Iterator[StageAction]:
 
 
 class StageHere(NamedTuple):
-    """A stage on this process. `has_others`: the schedule is one for several stages of a process."""
+    """A stage on this process. `has_others`: the schedule is one for several stages of a process.
+    `keeps_buffers`: it has a buffer for each gradient that arrives, all along."""
 
     number: int
     microbatches: int
     is_first: bool
     is_last: bool
     has_others: bool
+    keeps_buffers: bool
 
 
 def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
@@ -52,5 +55,11 @@ def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
     if stage is None:
         return None
     return StageHere(
-        stage.stage_index, schedule._n_microbatches, stage.is_first, stage.is_last, several is not None
+        number=stage.stage_index,
+        microbatches=schedule._n_microbatches,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        has_others=several is not None,
+        # torch 2.15 allocates a buffer where a value arrives, and frees it
+        keeps_buffers=find_spec("torch.distributed.pipelining._recv_buffers") is None,
     )
