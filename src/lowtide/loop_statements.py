@@ -69,7 +69,8 @@ class LoopStatements:
             return self
         if self.calls != 1:
             raise LowtideError("calls is found from the schedule of the pipeline: leave calls out")
-        stage = stage_in_pipeline(schedule, model)
+        is_stage = isinstance(schedule, StageInPipeline)
+        stage = schedule if is_stage else stage_in_pipeline(schedule, model)
         accumulate = self.accumulate or stage.accumulates
         return replace(self, stage=stage, calls=stage.in_flight, accumulate=accumulate)
 

@@ -13,7 +13,8 @@ Commands import torch only when they need it.
 - `encoding`: text for terminals that lack characters
 - `refusals`: the commands to type after a refused budget
 - `sources`: from the typed options to a profile
-- `step_commands`: profile, plan, verify, run; `search_command`: plan with `--search`
+- `step_commands`: profile, plan, verify, run; `search_command`: plan with `--search`; `pipeline_command`:
+  plan with `--pipeline`
 - `tradeoff_command`, `sweep_command`, `compare_command`, `fit_command`: experiments
 - `launch_command`: an unmodified script inside a budget
 - `file_commands`: explain, models, solve

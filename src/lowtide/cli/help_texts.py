@@ -17,6 +17,7 @@ EXAMPLES = {
         "lowtide plan out/profile.json --budget 60% -o out",
         "lowtide plan train.py:make -b 32 --budget 8GiB --planner mu-two",
         "lowtide plan llama3-8b -b 256 --gpus 64 --device h100-80g --search",
+        "lowtide plan gpt2 -b 32 --budget 2GiB --pipeline 4 --microbatches 8",
     ),
     "verify": ("lowtide verify out/plan.json", "lowtide verify out/plan.json --on cuda --json"),
     "explain": ("lowtide explain out/plan.json relu_3",),

@@ -94,11 +94,17 @@ def live_budgets(text: str | None) -> str | None:
     return text
 
 
-def valid_count(text: str | None) -> str | None:
-    """Refuse what is not a positive whole number."""
-    if text is None or (text.isascii() and text.isdigit() and int(text) > 0):
-        return text
-    raise typer.BadParameter(f"'{text}' is no number of GPUs: give a whole number from 1 on, such as 64")
+def number_of(what: str, example: int) -> Callable[[str | None], str | None]:
+    """A callback that refuses what is not a positive whole number."""
+
+    def valid(text: str | None) -> str | None:
+        if text is None or (text.isascii() and text.isdigit() and int(text) > 0):
+            return text
+        raise typer.BadParameter(
+            f"'{text}' is no number of {what}: give a whole number from 1 on, such as {example}"
+        )
+
+    return valid
 
 
 def valid_size(text: str) -> str:

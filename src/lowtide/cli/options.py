@@ -11,12 +11,12 @@ from lowtide.cli.option_values import (
     devices,
     known_device,
     live_budget,
+    number_of,
     optimizers,
     planners,
     sources,
     targets,
     valid_budget,
-    valid_count,
     valid_offload,
     valid_offload_what,
     valid_optional_budget,
@@ -147,7 +147,7 @@ Gpus = Annotated[
     typer.Option(
         metavar="N",
         help="How many GPUs --search divides a step among.",
-        callback=valid_count,
+        callback=number_of("GPUs", 64),
         show_default=False,
     ),
 ]
@@ -158,6 +158,24 @@ SearchMeshes = Annotated[
         help="Find the fastest mesh of --gpus of a --device, none of which has to be here: how samples and "
         "parameters are divided, in which micro-batches, with which plan. Of "
         f"{', '.join(DECODERS)} also layers, blocks and the sequence. --batch-size is that of all GPUs.",
+    ),
+]
+Pipeline = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="Cut the model into so many stages of a pipeline (1F1B), and plan each of them for the budget.",
+        callback=number_of("stages", 4),
+        show_default=False,
+    ),
+]
+Microbatches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="How many micro-batches a step of the --pipeline has; --batch-size is that of the step.",
+        callback=number_of("micro-batches", 8),
+        show_default=False,
     ),
 ]
 Shard = Annotated[

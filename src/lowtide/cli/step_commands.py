@@ -22,9 +22,11 @@ from lowtide.cli.options import (
     Executor,
     ExecutorName,
     Gpus,
+    Microbatches,
     On,
     OptionalBatchSize,
     OptionalBudget,
+    Pipeline,
     Planner,
     RunFolder,
     SearchMeshes,
@@ -32,6 +34,7 @@ from lowtide.cli.options import (
     TargetText,
     TimedPairs,
 )
+from lowtide.cli.pipeline_command import pipeline_command
 from lowtide.cli.refusals import again, remedies, target_command
 from lowtide.cli.search_command import search_command
 from lowtide.cli.sources import (
@@ -94,6 +97,8 @@ def plan(
     step: Annotated[StepOptions, offers("ranks", "shard", "device", "step_in_backward", "offload", "rounds")],
     gpus: Gpus = None,
     search: SearchMeshes = False,
+    pipeline: Pipeline = None,
+    microbatches: Microbatches = None,
     executor: Executor = ExecutorName.EAGER,
     output: OutputOptions,
 ) -> None:
@@ -102,12 +107,13 @@ def plan(
     With -o writes plan.json and ac_decisions.csv. With --search finds the fastest mesh of many GPUs instead,
     estimated; exits with 3 where none fits.
     """
+    whole = {
+        "--planner": planner != "auto",
+        "--executor": executor is not ExecutorName.EAGER,
+        "--output": output.folder is not None,
+    }
     if search:
-        others = {
-            "--planner": planner != "auto",
-            "--executor": executor is not ExecutorName.EAGER,
-            "--output": output.folder is not None,
-        }
+        others = whole | {"--pipeline": pipeline is not None, "--microbatches": microbatches is not None}
         search_command(
             terminal,
             source,
@@ -125,6 +131,17 @@ def plan(
         )
     if budget is None:
         raise UsageError("Missing option '--budget': say how much the step may take, as in --budget 8GiB")
+    if pipeline is not None or microbatches is not None:
+        pipeline_command(
+            terminal,
+            source,
+            stages=None if pipeline is None else int(pipeline),
+            microbatches=None if microbatches is None else int(microbatches),
+            batch_size=batch_size,
+            budget=budget,
+            step=step,
+            others=tuple(name for name, given in whole.items() if given),
+        )
     from lowtide.cli import output_files as files
     from lowtide.cli.tables import plan_summary, plan_tables
 

@@ -60,6 +60,10 @@ def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
         is_first=stage.is_first,
         is_last=stage.is_last,
         has_others=several is not None,
-        # torch 2.15 allocates a buffer where a value arrives, and frees it
-        keeps_buffers=find_spec("torch.distributed.pipelining._recv_buffers") is None,
+        keeps_buffers=keeps_buffers(),
     )
+
+
+def keeps_buffers() -> bool:
+    """Whether this torch keeps a buffer for each gradient that arrives; 2.15 allocates and frees it then."""
+    return find_spec("torch.distributed.pipelining._recv_buffers") is None
