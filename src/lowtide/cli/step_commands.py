@@ -105,7 +105,8 @@ def plan(
     """Decide what to recompute so that a step fits into a budget. From a profile.json at once, without torch.
 
     With -o writes plan.json and ac_decisions.csv. With --search finds the fastest mesh of many GPUs instead,
-    estimated; exits with 3 where none fits.
+    estimated; exits with 3 where none fits. With --pipeline plans each stage of a pipeline, in one process;
+    exits with 3 where one does not fit.
     """
     whole = {
         "--planner": planner != "auto",
