@@ -128,6 +128,30 @@ def test_every_dtype_gives_the_same_bits_whatever_the_order_of_each_argument_in_
     assert tried > 100
 
 
+OTHERS = {
+    "columns of a wider value": lambda: torch.randn(6, 96)[:, 40:88],
+    "rows, one for all": lambda: torch.randn(1, 48).expand(6, 48),
+    "a column for all": lambda: torch.randn(6, 1).expand(6, 48),
+    "turned": lambda: torch.randn(48, 6).t(),
+    "columns of a turned value": lambda: torch.randn(48, 12).t()[::2],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("target", [aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor])
+def test_a_result_is_written_over_an_argument_of_its_strides_whatever_lies_beside_it(target, other) -> None:
+    """The trace counts on it: the fake result has the strides of the argument."""
+    args = (OTHERS[other](), torch.randn(6, 48))
+    expected, copy = target(*args), args[1].clone()
+    call = overwriting(target, 1, (args[0], copy), {})
+    for _ in range(2):
+        written = call.target(*call.args, **call.kwargs)
+        assert (written.data_ptr() == copy.data_ptr()) == (expected.stride() == copy.stride())
+        assert written.stride() == expected.stride()
+        assert torch.equal(written, expected)
+        copy.copy_(args[1])
+
+
 def test_a_value_that_does_not_lie_densely_is_left_alone() -> None:
     row, other = torch.randn(1, 8).expand(4, 8), torch.randn(4, 8)
     before = row.clone()

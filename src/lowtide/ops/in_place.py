@@ -132,11 +132,16 @@ def writer(op: OpOverload, place: int) -> Callable[..., Tensor]:
     name = arguments[-1].name  # `out` comes last in a schema
     plain = _PLAIN[op]
     num_deciding = place if plain in ROUND_ONCE else None
+    results: dict[tuple[Any, ...], list[int]] = {}
 
     def write(*args: Any, **kwargs: Any) -> Tensor:
         out: Tensor = args[place]
-        if num_deciding != 0 and _gives_other_strides(out, args[:num_deciding]):
-            return plain(*args, **kwargs)  # type: ignore[no-any-return]
+        if num_deciding != 0 and _differ(out, args[:num_deciding]):
+            layouts = tuple((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
+            if layouts not in results:
+                results[layouts] = _strides_of_result(plain, args, kwargs)
+            if results[layouts] != _strides(out):
+                return plain(*args, **kwargs)  # type: ignore[no-any-return]
         if in_rows and not out.is_contiguous():
             out = torch.empty_like(out, memory_format=torch.contiguous_format)
         elif not fills_storage(out):
@@ -150,9 +155,9 @@ def writer(op: OpOverload, place: int) -> Callable[..., Tensor]:
     return write
 
 
-def _gives_other_strides(out: Tensor, deciding: tuple[Any, ...]) -> bool:
-    """Whether the result of an op may have other strides than its argument `out`: the first argument decides
-    where an element is rounded once, and all arguments have to agree elsewhere."""
+def _differ(out: Tensor, deciding: tuple[Any, ...]) -> bool:
+    """Whether an argument that decides about the strides of a result has others than the argument `out`: the
+    first argument decides where an element is rounded once, all arguments elsewhere."""
     strides = out.stride()
     return len(strides) > 1 and any(
         arg is not out
@@ -162,6 +167,20 @@ def _gives_other_strides(out: Tensor, deciding: tuple[Any, ...]) -> bool:
         and _strides(arg) != _strides(out)
         for arg in deciding
     )
+
+
+def _strides_of_result(
+    plain: Callable[..., Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[int]:
+    """The strides that an op gives to a result of its own."""
+    with real_tensors():
+        return _strides(plain(*(_without_memory(arg) for arg in args), **kwargs))
+
+
+def _without_memory(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _strides(tensor: Tensor) -> list[int]:
