@@ -113,3 +113,47 @@ def test_a_plan_without_recompute_takes_no_more_than_eager(breaks: bool) -> None
             peak_above_start(lambda model=model, optimizer=optimizer: train(model, optimizer, batch))
         )
     assert peaks[1] <= peaks[0]
+
+
+class Tied(nn.Module):
+    """The first weight is used once more at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.between = nn.Sequential(
+            *(layer for _ in range(3) for layer in (nn.Linear(2 * WIDTH, 2 * WIDTH), nn.GELU()))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.between(self.first(x)) @ self.first.weight
+
+
+@pytest.mark.parametrize(("model", "autocast"), [(Network, True), (Tied, False), (Tied, True)])
+def test_gradients_that_autograd_passes_on_late_are_counted(model: type[nn.Module], autocast: bool) -> None:
+    """Those of weights that autocast casts, and of weights that a graph uses twice."""
+    torch.manual_seed(0)
+    plain, batch = model(), torch.randn(64, WIDTH)
+    planned = copy.deepcopy(plain)
+    pairs = [(each, torch.optim.SGD(each.parameters(), momentum=0.9)) for each in (plain, planned)]
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return output.float().square().mean()
+
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for _ in range(MICRO_BATCHES):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                output = model(batch)
+            loss(output).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        found = lowtide.profile(planned, batch, optimizer=pairs[1][1], loss=loss, accumulate=True)
+    found.plan(found.floor_bytes).apply(planned)
+    for pair in pairs:
+        steps(*pair)
+    above = peak_above_start(lambda: steps(*pairs[1]))
+    steps(*pairs[0])
+    assert static_bytes(planned, batch, pairs[1][1]) + above <= found.floor_bytes
+    assert all(map(torch.equal, plain.parameters(), planned.parameters()))

@@ -186,19 +186,19 @@ def add_up_gradients(analysis: Analysis) -> None:
     (storage,) = analysis.nodes[analysis.earlier].makes
     nbytes = sum(analysis.storages[made].nbytes for made in own)
     late = own.keys() - _leaving(analysis)
-    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes, pinned=not late)
+    analysis.storages[storage] = replace(analysis.storages[storage], nbytes=nbytes, pinned=True)
     for made in own:
         record = analysis.storages[made]
-        if late:  # the optimizer reads these, or the earlier ones: both sums have the same bytes
-            analysis.storages[made] = replace(record, extra_eager_bytes=-record.nbytes)
-        else:
-            analysis.storages[made] = replace(record, pinned=False)
-    for rank, node in enumerate(analysis.nodes if late else ()):
-        inside = sum(analysis.storages[made].nbytes for made in node.makes if made in own)
+        extra = -record.nbytes if made in late else 0
+        analysis.storages[made] = replace(record, pinned=False, extra_eager_bytes=extra)
+    reads = [analysis.earlier]
+    for rank, node in enumerate(analysis.nodes):
+        inside = sum(analysis.storages[made].nbytes for made in node.makes if made in late)
         if inside:
+            reads.append(rank)
             analysis.nodes[rank] = replace(node, extra_eager_bytes=node.extra_eager_bytes + inside)
     last = analysis.nodes[-1]
-    analysis.nodes[-1] = replace(last, reads=(*last.reads, analysis.earlier))
+    analysis.nodes[-1] = replace(last, reads=tuple(dict.fromkeys((*last.reads, *reads))))
 
 
 def _leaving(analysis: Analysis) -> set[int]:

@@ -11,7 +11,7 @@ gradients of a tensor that several graphs use leave their graph as soon as they 
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,8 +108,8 @@ def hand_over_shared(
     """The executions of a trace; gradients that autograd adds to others leave their graph one by one.
 
     Those are the gradients of tensors that several graphs use, and gradients that leave as terms; with
-    `adds_to_earlier`, where other calls of the model give gradients as well, those of all parameters. A graph
-    that runs several times hands over the same gradients each time.
+    `adds_to_earlier`, where other calls of the model give gradients as well, those of all parameters that
+    autograd passes on at once. A graph that runs several times hands over the same gradients each time.
     """
     uses = Counter(_tensor(execution, place) for execution in executions for place in _gradients(execution))
     wanted: dict[str, set[int]] = {}
@@ -117,7 +117,7 @@ def hand_over_shared(
         places = wanted.setdefault(execution.segment.fingerprint, set())
         in_model = index < trace.num_in_model and trace.sharding is None
         if adds_to_earlier and in_model and can_hand_over(execution.segment):
-            places.update(place for place, _, _ in _weights(execution.segment))
+            places.update(_alone_on_their_way(execution.segment))
         if execution.handed_over is not None:
             places.update(execution.handed_over)
         elif in_model and can_hand_over(execution.segment):
@@ -160,6 +160,17 @@ def sums_inside(segment: Segment, apart: Collection[int]) -> tuple[int, ...]:
     """Positions of weights whose gradients the graph itself adds up. The gradient of another call would be
     added to the sum; eager adds term by term."""
     return tuple(place for place, _, grad in _weights(segment) if adds_gradients(grad) and place not in apart)
+
+
+def _alone_on_their_way(segment: Segment) -> Iterator[int]:
+    """Places of the weights whose gradients go from their graph to `.grad` without another node of autograd
+    (`runtime.graph_call`), which would run after the whole backward pass of the graph."""
+    cast = casts_of(segment)
+    return (
+        place
+        for place, _, grad in _weights(segment)
+        if place not in cast and not adds_gradients(grad) and not _is_sum_inside(grad)
+    )
 
 
 def sums_in_casts(segment: Segment) -> str:
