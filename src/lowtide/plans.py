@@ -163,8 +163,7 @@ class Plan:
         if ranks is not None:
             check_together(ranks, self, lambda: check_identity(self, identify_model(inner)))
         apply_plan(self, inner, optimizer=join_optimizers(optimizer))
-        if not is_alone:
-            guard_ranks(model, process_group)
+        guard_ranks(model, process_group, in_pipeline=self.solution.pipeline)
         return model
 
     def summary(self) -> str:

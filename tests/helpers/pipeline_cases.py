@@ -2,6 +2,8 @@
 
 import copy
 import logging
+import os
+import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,3 +188,19 @@ def compared(rank: int, *, name: str, share: float = 0.3) -> dict[str, Any]:
         different += [key for key in one if not torch.equal(one[key], other[key])]
     found = {"plain": plain.measured(), "planned": planned.measured()}
     return {"stages": stages, "different": different, "compared": number, "said": said.words, **found}
+
+
+def ends_in_a_step(rank: int, *, name: str, how: str) -> None:
+    """Rank 1 is killed, or raises, in the middle of the second step."""
+    made = pipeline(rank, name)
+    plan_stages(made, 0.5)
+    for step in range(3):
+        if rank == 1 and step:
+            made.models[0].register_forward_pre_hook(lambda *_: end(how))
+        made.step()
+
+
+def end(how: str) -> None:
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ValueError("a stage of mine")

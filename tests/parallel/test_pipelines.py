@@ -1,9 +1,10 @@
 """Stages of a pipeline: training by plans leaves the same behind as plain training, within the budgets."""
 
+import signal
 from typing import Any
 
 import pytest
-from ranks import on_ranks
+from ranks import Group, on_ranks, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -43,3 +44,22 @@ def test_training_by_plans_of_stages_leaves_the_same_behind() -> None:
 @pytest.mark.parametrize("name", IN_FLIGHT)
 def test_every_schedule(name: str, share: float) -> None:
     check(on_ranks("pipeline_cases:compared", name=name, share=share), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("1F1B", "killed"),
+        pytest.param("1F1B", "raised", marks=pytest.mark.long),
+        pytest.param("interleaved", "killed", marks=pytest.mark.long),
+    ],
+)
+def test_a_rank_that_ends_in_a_step_is_named(name: str, how: str) -> None:
+    left, gone = run_ranks({"": Group("pipeline_cases:ends_in_a_step", {"name": name, "how": how})})[""]
+    if how == "killed":
+        assert gone.status == signal.SIGKILL
+        assert left.error.startswith("RankError: rank 1 is gone: its process ended in the middle of a step")
+    else:
+        assert gone.error.startswith("RuntimeError") and "[Stage 1] failed to run forward" in gone.error
+        assert left.error == "RankError: rank 1 raised in its forward pass: ValueError: a stage of mine"
+    assert left.seconds < 60

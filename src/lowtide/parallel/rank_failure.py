@@ -17,8 +17,9 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -27,11 +28,13 @@ from torch import nn
 from lowtide.errors import RankError
 from lowtide.parallel.ranks import group_for
 from lowtide.runtime.runner import runner_of
-from lowtide.torch_compat import autograd_engine, ddp
+from lowtide.torch_compat import autograd_engine, ddp, pipelining
 
 FAILURE = "lowtide/failure"
 ROLL_CALLS = "lowtide/roll_calls"
 """The key of the number of roll calls so far."""
+TOLD = "lowtide_told"
+"""An attribute of an error of which this process has told the others."""
 PATIENCE_SECONDS = 5.0
 """How long a rank may take to answer a roll call."""
 POLL_SECONDS = 1.0
@@ -87,13 +90,16 @@ class RankGuard:
 
     @contextmanager
     def watching(self, when: str) -> Iterator[None]:
-        """Report errors inside to other ranks; raise a `RankError` where another rank failed."""
+        """Report errors inside, in a part `when` of a step, to other ranks; raise a `RankError` where another
+        rank failed."""
         try:
             yield
         except RankError:
             raise
         except BaseException as error:
-            if ddp.is_alive(self.group):
+            # an error in a pass of a stage ends the step of the pipeline, which raises its own
+            if ddp.is_alive(self.group) and not (hasattr(error, TOLD) or hasattr(error.__cause__, TOLD)):
+                setattr(error, TOLD, True)
                 self._explain(error, when)
             raise
         if self._has_told:  # the user's loop continued after an error
@@ -102,9 +108,7 @@ class RankGuard:
 
     def _explain(self, error: BaseException, when: str) -> None:
         if not ddp.is_of_communication(error):
-            self._tell(
-                self.rank, f"rank {self.rank} raised in its {when} pass: {type(error).__name__}: {error}"
-            )
+            self._tell(self.rank, f"rank {self.rank} raised in its {when}: {type(error).__name__}: {error}")
             return
         try:
             found = self._find()
@@ -170,22 +174,28 @@ _guards: dict[dist.ProcessGroup, RankGuard] = {}
 
 
 @contextmanager
-def _watching_backward() -> Iterator[None]:
+def _watching(when: str) -> Iterator[None]:
     with ExitStack() as stack:
         for guard in list(_guards.values()):
-            stack.enter_context(guard.watching("backward"))
+            stack.enter_context(guard.watching(when))
         yield
 
 
-_BACKWARD = autograd_engine.around_backward(_watching_backward)
+_BACKWARD = autograd_engine.around_backward(partial(_watching, "backward pass"))
+
+
+@cache
+def _pipeline_steps() -> list[autograd_engine.ProcessPatch]:
+    return pipelining.around_steps(partial(_watching, "step of the pipeline"))
 
 
 class ModelGuard:
     """Names the rank that fails while one planned model is in use: from `open` to `close`, or until the model
     is freed."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, in_pipeline: bool = False) -> None:
         self.group = group
+        self._patches = [_BACKWARD, *(_pipeline_steps() if in_pipeline else ())]
         self._release: Callable[[], object] = lambda: None
 
     def open(self) -> None:
@@ -195,7 +205,8 @@ class ModelGuard:
         if self.group not in _guards:
             _guards[self.group] = RankGuard(self.group)
         _guards[self.group].num_models += 1
-        self._release = release = weakref.finalize(self, _release, self.group, _BACKWARD.hold(self))
+        held = [patch.hold(self) for patch in self._patches]
+        self._release = release = weakref.finalize(self, _release, self.group, held)
         release.atexit = False  # a rank that ends while others train is gone
 
     def close(self) -> None:
@@ -206,19 +217,21 @@ class ModelGuard:
         return nullcontext() if guard is None else guard.watching(when)
 
 
-def guard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Let the planned `model` of one of several processes name the rank that fails."""
+def guard_ranks(model: nn.Module, group: dist.ProcessGroup | None, *, in_pipeline: bool = False) -> None:
+    """Let the planned `model` of one of several processes, or a stage of a pipeline, name the rank that
+    fails."""
     if not dist.is_available() or not dist.is_initialized():
         return
     group = group or group_for(model)
     runner = runner_of(model)
     if runner is not None and dist.get_world_size(group) > 1:
-        runner.guard = ModelGuard(group)
+        runner.guard = ModelGuard(group, in_pipeline=in_pipeline)
         runner.guard.open()
 
 
-def _release(group: dist.ProcessGroup, release_backward: Callable[[], object]) -> None:
-    release_backward()
+def _release(group: dist.ProcessGroup, held: Sequence[Callable[[], object]]) -> None:
+    for release in held:
+        release()
     guard = _guards[group]
     guard.num_models -= 1
     if not guard.num_models:

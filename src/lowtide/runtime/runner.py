@@ -148,7 +148,7 @@ class Runner:
     @dynamo.apart  # a user's torch.compile around the model would compile this code
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         calling = nullcontext() if self.updates is None else self.updates.calling_model()
-        with calling, nullcontext() if self.guard is None else self.guard.watching("forward"):
+        with calling, nullcontext() if self.guard is None else self.guard.watching("forward pass"):
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -386,7 +386,7 @@ class _Guarded:
         self.wrapper, self.guard = wrapper, guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.guard.watching("forward"):
+        with self.guard.watching("forward pass"):
             return call_model(self.wrapper, args, kwargs)
 
 

@@ -1,10 +1,14 @@
 """The order of a pipeline's work, and its stages, from a schedule of `torch.distributed.pipelining`."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from torch import nn
+
+from lowtide.torch_compat.autograd_engine import ProcessPatch
 
 
 class StageAction(NamedTuple):
@@ -67,3 +71,20 @@ def stage_of(schedule: Any, model: nn.Module) -> StageHere | None:
 def keeps_buffers() -> bool:
     """Whether this torch keeps a buffer for each gradient that arrives; 2.15 allocates and frees it then."""
     return find_spec("torch.distributed.pipelining._recv_buffers") is None
+
+
+def around_steps(context: Callable[[], AbstractContextManager[None]]) -> list[ProcessPatch]:
+    """Run every step of a pipeline of this process inside of a `context()`, as long as an object holds the
+    patches. What a stage receives and sends is in no pass of its model."""
+    from torch.distributed.pipelining import schedules
+
+    def wrap(original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with context():
+                return original(*args, **kwargs)
+
+        return step
+
+    kinds = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+    return [ProcessPatch(kind, "step", wrap) for kind in kinds]
