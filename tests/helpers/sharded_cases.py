@@ -193,8 +193,11 @@ LOOPS: dict[str, Callable[..., None]] = {
 }
 
 
-def differences(rank: int, options: str, loop: str, folder: Path, *, blocks: int) -> dict[str, Any]:
-    """What a planned model leaves behind that is not what the plain one does."""
+def differences(
+    rank: int, options: str, loop: str, folder: Path, *, blocks: int, planner: str = "auto"
+) -> dict[str, Any]:
+    """What a planned model leaves behind that is not what the plain one does. `auto` gets its floor, other
+    planners a budget between that and the peak."""
     warnings.simplefilter("ignore")
     run = LOOPS[loop]
     if run is saving_loop:
@@ -204,7 +207,8 @@ def differences(rank: int, options: str, loop: str, folder: Path, *, blocks: int
     run(expected)
     case = build(rank=rank, blocks=blocks, **OPTIONS[options])
     profile = lowtide.profile(case.model, case.tokens, optimizer=case.optimizer, loss=case.loss)
-    plan = profile.plan(profile.floor_bytes)
+    middle = (profile.floor_bytes + profile.peak_bytes) // 2
+    plan = profile.plan(profile.floor_bytes if planner == "auto" else middle, planner=planner)
     plan.apply(case.model)
     if loop == "saving":
         run = partial(saving_loop, folder=folder / "planned")
@@ -236,6 +240,12 @@ def all_differences(
         dist.barrier()
         found[options, loop] = differences(rank, options, loop, own, blocks=blocks)
     return found
+
+
+def by_planners(rank: int, planners: tuple[str, ...], folder: Path) -> dict[str, Any]:
+    return {
+        name: differences(rank, "default", "changing", folder, blocks=3, planner=name) for name in planners
+    }
 
 
 def peaks(rank: int, options: dict[str, Any], shares: tuple[float, ...] = (0.5, 0)) -> list[dict[str, int]]:

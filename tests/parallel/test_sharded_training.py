@@ -1,5 +1,7 @@
 """Sharded models on two processes: the same results as without a plan, to the last bit."""
 
+from pathlib import Path
+
 import pytest
 from ranks import on_ranks
 from sharded_cases import LOOPS, OPTIONS
@@ -42,6 +44,15 @@ def test_equal_blocks_share_a_graph(results):
 @pytest.mark.parametrize(("options", "loop"), RARELY)
 def test_every_way_to_shard_and_to_train_leaves_the_same_behind(results, options, loop):
     _check(results, options, loop)
+
+
+@pytest.mark.long
+def test_every_planner_leaves_the_same_behind(tmp_path: Path) -> None:
+    planners = ("mu-two", "all", "every-block", "sqrt")
+    for rank in on_ranks("sharded_cases:by_planners", planners=planners, folder=tmp_path):
+        for name in planners:
+            assert rank[name]["compared"] and rank[name]["different"] == [], name
+            assert rank[name]["recompute_seconds"] > 0
 
 
 @pytest.mark.long

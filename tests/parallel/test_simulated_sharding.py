@@ -80,9 +80,21 @@ def test_what_makes_no_sense_is_refused_in_one_line(options, words):
         _profile(**options)
 
 
-def test_planners_that_look_at_the_whole_step_are_refused():
-    with pytest.raises(lowtide.LowtideError, match="choose one of auto, none, all"):
-        _profile(ranks=2).plan("90%", planner="mu-two")
+@pytest.mark.parametrize("planner", ["mu-two", "all", "every-block", "sqrt"])
+def test_every_planner_plans_each_block_alike(planner):
+    profile = _profile(ranks=2)
+    plan = profile.plan((profile.floor_bytes + 2 * profile.peak_bytes) // 3, planner=planner)
+    assert plan.peak_bytes <= plan.budget_bytes and plan.planner == planner
+    assert plan.recompute_seconds > 0
+    blocks = [graph.schedule for graph in plan.solution.graphs if graph.in_model][1:-1]
+    assert len(blocks) == 3 and len(set(blocks)) == 1
+    with pytest.raises(lowtide.BudgetTooSmall, match=f"This is what planner '{planner}' reaches"):
+        profile.plan(profile.floor_bytes // 2, planner=planner)
+
+
+def test_a_planner_that_there_is_not_is_refused():
+    with pytest.raises(lowtide.LowtideError, match="there is no planner 'mutwo'"):
+        _profile(ranks=2).plan("90%", planner="mutwo")
 
 
 def test_the_command_line_plans_for_one_of_many_processes(run_lowtide):

@@ -26,7 +26,7 @@ import numpy as np
 from lowtide.errors import LowtideError
 from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
 from lowtide.planning.planner import Planner, StepSchedules
-from lowtide.planning.registry import planner_names
+from lowtide.planning.registry import load_planner
 from lowtide.planning.resting_sets import RestingPlanner, may_rest
 from lowtide.planning.schedules import graph_schedules, runs_of_schedules
 from lowtide.planning.simulate import Timeline, simulate
@@ -97,7 +97,8 @@ def _rest(rank: int, storage: int) -> Node:
 
 NUM_BUDGETS = 12
 NUM_BACKWARD_LIMITS = 12
-REPEATED_GRAPH_PLANNERS = ("auto", "none", "all")
+OF_ALL_GRAPHS = ("none", "all")
+"""Planners that do the same whatever the budget is."""
 SHARES_OF_REST = (0.0, 0.5, 1.0)
 """Bytes that stand for the other graphs while a graph is planned, as shares of its own peak."""
 
@@ -151,7 +152,12 @@ def planner_for(step: Step) -> Planner:
 
 
 class RepeatedGraphsPlanner(Planner):
-    """Solutions for one step, with one schedule for all runs of a graph."""
+    """Solutions for one step, with one schedule for all runs of a graph, which the planner `by` chose."""
+
+    def __init__(self, step: Step, *, by: str = "auto") -> None:
+        super().__init__(step)
+        self.by = by
+        self._others: dict[str, RepeatedGraphsPlanner] = {}
 
     @cached_property
     def kinds(self) -> list[list[int]]:
@@ -170,7 +176,7 @@ class RepeatedGraphsPlanner(Planner):
     @cached_property
     def choices(self) -> list[list[PricedSchedule]]:
         """The schedules of each different graph, the cheapest first; the first one recomputes nothing."""
-        return [_graph_schedules(self.step, kind[0]) for kind in self.kinds]
+        return [_graph_schedules(self.step, kind[0], self.by) for kind in self.kinds]
 
     @cached_property
     def combinations(self) -> list[Combination]:
@@ -213,18 +219,17 @@ class RepeatedGraphsPlanner(Planner):
         )
 
     def solve(self, *, budget_bytes: int, planner: str = "auto", may_be_eager: bool = False) -> Solution:
-        if planner in planner_names() and planner not in REPEATED_GRAPH_PLANNERS:
-            raise LowtideError(
-                f"planner '{planner}' does not plan models whose graphs run several times: "
-                f"choose one of {', '.join(REPEATED_GRAPH_PLANNERS)}"
-            )
         # eager runs the calls of a step that are planned together; a sharded model's processes stay together
         may_be_eager = may_be_eager and self.step.calls > 1
         return super().solve(budget_bytes=budget_bytes, planner=planner, may_be_eager=may_be_eager)
 
     def planned(self, planner: str, budget_bytes: int) -> Timeline:
-        if planner != "auto":
+        if planner in OF_ALL_GRAPHS:
             return super().planned(planner, budget_bytes)
+        if planner != self.by:
+            load_planner(planner)  # unknown names are refused before a search
+            other = self._others.setdefault(planner, RepeatedGraphsPlanner(self.step, by=planner))
+            return other.planned(planner, budget_bytes)
         return self.best(budget_bytes) or self.lowest()
 
     @property
@@ -319,7 +324,7 @@ def _within(options: Sequence[PricedSchedule], share: float) -> list[int]:
     return [i for i, option in enumerate(options) if option.backward_bytes <= limit]
 
 
-def _graph_schedules(step: Step, segment: int) -> list[PricedSchedule]:
+def _graph_schedules(step: Step, segment: int, by: str) -> list[PricedSchedule]:
     alone = Planner(step_of_graph(step, segment, rest_bytes=0))
     found = {_graph_schedule(alone.step, alone.baseline)}
     if alone.table.uses:
@@ -329,9 +334,7 @@ def _graph_schedules(step: Step, segment: int) -> list[PricedSchedule]:
             high, low = planner.baseline.peak_bytes, planner.floor().floor_bytes
             for number in range(NUM_BUDGETS):
                 budget_bytes = high - (high - low) * number // (NUM_BUDGETS - 1)
-                timeline = planner.best(budget_bytes)
-                assert timeline is not None
-                found.add(_graph_schedule(planner.step, timeline))
+                found.add(_graph_schedule(planner.step, planner.planned(by, budget_bytes)))
     return _worthwhile(sorted(found))
 
 

@@ -16,7 +16,6 @@ from lowtide.facts import Graph
 from lowtide.optim.shadow_optimizer import num_states, state_bytes
 from lowtide.optim.split_check import update_bytes_of
 from lowtide.optim.step_in_backward import StepInBackward
-from lowtide.planning.repeated_graphs import REPEATED_GRAPH_PLANNERS
 from lowtide.plans import Plan
 from lowtide.runtime.call_schedules import Schedules
 from lowtide.runtime.executor import Executor, InductorOps, RecentlyUsed
@@ -87,7 +86,7 @@ class CountedLoop(Schedules):
         self._is_sharded = bool(units_of(model))
         self._calls = CallsPlanner(plan.budget_bytes)
         self._has_other_calls = False
-        are_alike = plan.planner in REPEATED_GRAPH_PLANNERS and updates is None and offload is None
+        are_alike = updates is None and offload is None
         if are_alike and not is_compiled and not self._is_sharded:
             self.num_calls = plan.solution.calls
             self._calls.expect(self.num_calls, between_bytes=0)
