@@ -51,6 +51,23 @@ def young_heap() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked `sample(number)`, so many cases are run, evenly spread; the others are long."""
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") is not None and item.get_closest_marker("long") is None:
+            grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in grids.values():
+        marker = cases[0].get_closest_marker("sample")
+        assert marker is not None
+        number = min(len(cases), *marker.args)
+        chosen = {place * len(cases) // number for place in range(number)}
+        for place, item in enumerate(cases):
+            if place not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture
 def run_lowtide(monkeypatch, capsys):
     """Run the command line in this process: `code, stdout, stderr = run_lowtide("models", "--json")`."""

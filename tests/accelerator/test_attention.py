@@ -29,6 +29,7 @@ class Attention(nn.Module):
         return value + self.outer(made.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.long), 0.2])
 def test_attention_is_recomputed_with_its_own_mask(

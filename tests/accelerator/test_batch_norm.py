@@ -50,6 +50,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("vendor", [False, True], ids=["torch", "vendor"])
 def test_the_vendors_kernel_runs_where_eager_calls_it(

@@ -54,6 +54,7 @@ def unwrapped(results: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     return [(name.replace("_orig_mod.", ""), value) for name, value in results]
 
 
+@pytest.mark.sample(1)
 @several
 @pytest.mark.parametrize(
     ("name", "options"), [("encoder", {}), ("mlp", {"offload": "host"})], ids=["recompute", "offload"]

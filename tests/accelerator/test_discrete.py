@@ -55,6 +55,7 @@ def _recomputes(plan: lowtide.Plan, run: Any) -> bool:
     return run.rule not in ("bits", "sign", "narrow", "swap")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "decisions"),
     [(Experts, {"aten.topk.default"}), (Choices, {"aten.sort.default", "aten.argsort.default"})],

@@ -54,6 +54,7 @@ def kept_bytes(plan: lowtide.Plan) -> int:
     return sum(storage.nbytes for storage in step.storages if storage.name == LIBRARY_WORKSPACES)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("trains_before", [False, True])
 @pytest.mark.parametrize("model", ["mlp", "cnn"])
 def test_in_budget_with_all_that_is_kept(

@@ -83,6 +83,7 @@ def without_parameters(target: Target) -> None:
     lowtide.profile(Pure(), target.batch[0].clone().requires_grad_())
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "run",
     [

@@ -71,6 +71,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("vendor", "name"),
     [

@@ -86,6 +86,7 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x), self.weight)).square().mean()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("middle", [widened, sorted_rows, weighed, by_numpy, by_function, with_a_leaf])
 def test_it_counts(middle: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ def _check(target: Target, found: Profile, shares: tuple[float, ...] = SHARES) -
     lowtide.remove(target.model)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", TROUBLE)
 def test_models_written_for_trouble(name: str) -> None:
     target = _trouble(name)

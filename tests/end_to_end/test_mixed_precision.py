@@ -129,6 +129,7 @@ CASES += [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_training_is_equal_to_the_last_bit_and_within_the_budget(
     name: str, dtype: torch.dtype, caplog: pytest.LogCaptureFixture

@@ -80,6 +80,7 @@ def test_an_lstm_behind_an_embedding_is_exact(options: dict) -> None:
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -214,6 +215,7 @@ def test_packed_sequences_run_between_the_graphs_and_count(kind: type) -> None:
 RAGGED, FULL = [9, 7, 5, 5, 3, 2], [9] * 6
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("kind", "options", "lengths"),
     [

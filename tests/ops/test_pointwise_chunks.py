@@ -38,6 +38,7 @@ def graph_of(chain: Chain, *inputs: Tensor) -> torch.fx.GraphModule:
     return make_fx(chain, tracing_mode="fake")(*inputs)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", CHAINS)
 def test_the_same_bits(name: str, dtype: torch.dtype, threads: int) -> None:

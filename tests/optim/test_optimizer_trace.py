@@ -63,6 +63,7 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[int, i
     return static_bytes(nn.Module(), (), optimizer), peak
 
 
+@pytest.mark.sample(8)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_state_and_peak_are_those_of_a_real_step(name: str, variant: str) -> None:

@@ -78,6 +78,7 @@ def peak_of(loop: Loop, model: nn.Module, optimizer: torch.optim.Optimizer) -> i
     return static_bytes(model, (), optimizer) + peak_above_start(lambda: loop(model, optimizer))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("loop", [labels, last_loss, late_zero_grad, micro_batches])
 def test_the_budget_is_kept_and_nothing_need_be_said(
     loop: Loop, plan: lowtide.Plan, caplog: pytest.LogCaptureFixture

@@ -284,6 +284,7 @@ REFUSED: dict[str, tuple[Callable[[Loop], None], str]] = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_loops_are_refused_before_anything_changes(name: str) -> None:
     run, reason = REFUSED[name]

@@ -198,6 +198,7 @@ BETWEEN = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("between", BETWEEN, ids=lambda function: function.__name__)
 def test_exact_whatever_comes_between_two_steps(half, planned, between):
     alone = twin(half[0])

@@ -149,6 +149,7 @@ def train(function: Forward, dtype: torch.dtype) -> list[int]:
     return graphs
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [

@@ -79,6 +79,7 @@ def _target(read: Read, mask: torch.Tensor) -> Target:
     return Target("reads", model, batch, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", READS)
 def test_one_graph_for_each_value(name: str) -> None:
     target = _target(READS[name], _mask(WIDTH, WIDTH))
