@@ -1,5 +1,6 @@
 """What a loop makes for every step beside the model counts: labels, the last loss, gradients of before."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -131,6 +132,35 @@ def test_what_stays_is_no_part_of_a_step() -> None:
     del labels
     found = loop.call_begins((), (), loss_bytes=8)
     assert data.numel() and found == (280, 128, 0, True)
+
+
+def test_labels_of_the_batch_that_was_planned_are_replaced_in_the_next_step() -> None:
+    rows = 53
+    data, labels, planned_on = torch.zeros(7, 5), torch.zeros(rows, 2), torch.zeros(rows, 9)
+    gc.collect()  # they are old, as they are after planning
+    loop = LoopTensors(tuple, torch.device("cpu"))
+    batch = torch.zeros(rows, 3)
+    first = loop.call_begins((batch,), (), loss_bytes=0)
+    assert first == (labels.nbytes + planned_on.nbytes, 0, batch.nbytes, False)
+    loop.backward_begins()
+    del planned_on
+    labels = torch.ones(rows, 2)
+    second = loop.call_begins((batch,), (), loss_bytes=8)
+    assert data.numel() and second == (labels.nbytes, 8, batch.nbytes, True)
+
+
+def test_a_loop_may_plan_at_its_first_batch(plan: lowtide.Plan) -> None:
+    model, optimizer = made()
+    for number in range(2):
+        values, wanted = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+        gc.collect()
+        if not number:
+            plan.apply(model)
+        F.smooth_l1_loss(model(values), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del values, wanted
+    assert peak_of(labels, model, optimizer) <= plan.budget_bytes
 
 
 def test_a_data_set_costs_the_first_step_alone(plan: lowtide.Plan) -> None:
