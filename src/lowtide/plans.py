@@ -241,7 +241,8 @@ def expectation(plan: Plan) -> str:
         cost = (
             "fits without a plan" if not plan.recompute_seconds else f"fits without a plan, {cost} with this"
         )
-    without = "" if fits else f" ({format_size(baseline_bytes)} without a plan)"
+    before = format_size(baseline_bytes)
+    without = "" if fits and before == peak else f" ({before} without a plan)"
     if plan.rounds:
         cost += f", rounds ({','.join(plan.rounds)}): not equal to eager to the last bit"
     calls = f", {plan.solution.calls} calls before a backward pass" if plan.solution.calls > 1 else ""

@@ -152,6 +152,7 @@ def made_up_rows(monkeypatch):
     return asked
 
 
+@pytest.mark.long
 def test_sweep_writes_after_every_size(run_lowtide, made_up_rows, monkeypatch, tmp_path):
     def interrupted(spec, profile, **options):
         if spec.batch_size == 8:
@@ -188,6 +189,7 @@ def test_sweep_goes_on_where_it_was_stopped(run_lowtide, made_up_rows, tmp_path)
     assert code == Exit.ERROR and "another target, budget" in stderr
 
 
+@pytest.mark.long
 def test_a_resumed_sweep_stopped_again_loses_nothing(run_lowtide, made_up_rows, monkeypatch, tmp_path):
     arguments = ["sweep", "tiny-bert-base", "-b", "4,32", "--budget", "60%", "-o", str(tmp_path)]
     assert run_lowtide(*arguments)[0] == 0

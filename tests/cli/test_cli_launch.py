@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.cli.launch_command import options_first
+from lowtide.cli.launch_command import misplaced, options_first
 
 SCRIPT = """
 import sys
@@ -111,3 +111,12 @@ def test_running_out_of_memory_is_explained_below_the_scripts_own_error(folder):
 def test_a_missing_script_is_named(folder):
     missing = run("-m", "lowtide", "launch", "absent.py", "--budget", "1GiB", folder=folder)
     assert missing.returncode == 2 and "there is no file absent.py" in missing.stderr
+
+
+def test_arguments_that_may_be_meant_for_launch_are_noted() -> None:
+    options = ("--budget", "--reserve", "--planner", "-m")
+    said = list(misplaced(["--epochs", "3", "--budegt", "70%", "--budget=8GiB", "-m"], options))
+    assert len(said) == 2
+    assert said[0] == "--budegt goes to the script (lowtide has --budget)"
+    assert said[1].startswith("--budget goes to the script, as it stands behind the script's own")
+    assert not list(misplaced(["--budge-the-lr", "--lr", "0.1"], options))

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.integrations.held_besides import Besides, held_besides, planned_in_trainer, tell_of
-from lowtide.runtime.loop_messages import PROFILER_IS_ON
+from lowtide.integrations.held_besides import Besides, held_besides, loop_is_of, tell_of
+from lowtide.runtime.loop_messages import PROFILER_IS_ON, SCRIPT, TRAINER
 from lowtide.runtime.runner import runner_of
 
 
@@ -59,16 +59,16 @@ def test_on_an_accelerator_it_counts() -> None:
     assert here.counted_bytes(0, "8GiB") == 0
 
 
-def test_a_trainers_user_is_never_told_to_pass_a_loss(
+def test_who_cannot_pass_a_loss_is_never_told_to(
     model: nn.Module, plan: lowtide.Plan, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for in_trainer in (False, True):
+    for owner, word in ((None, ""), (TRAINER, "reserve="), (SCRIPT, "--reserve")):
         planned = copy.deepcopy(model)
         plan.apply(planned)
-        if in_trainer:
-            planned_in_trainer(planned)
+        if owner is not None:
+            loop_is_of(owner, planned)
         caplog.clear()
         runner_of(planned).observer.say(PROFILER_IS_ON)
         (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert ("loss=" in record.getMessage()) is not in_trainer
-        assert ("reserve=" in record.getMessage()) is in_trainer
+        assert ("loss=" in record.getMessage()) is (owner is None)
+        assert record.getMessage().endswith(word)

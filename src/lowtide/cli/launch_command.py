@@ -7,9 +7,10 @@ Options of `launch` stand before the script, or right behind it; the rest is the
     torchrun --nproc-per-node 2 -m lowtide launch train.py --budget 8GiB
 """
 
+import difflib
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,7 +68,12 @@ class LaunchCommand(PlainCommand):
             for name in getattr(parameter, "opts", ())
             if name.startswith("-")
         }
-        return super().parse_args(ctx, options_first(args, {**takes_value, "-h": False, "--help": False}))
+        takes_value |= {"-h": False, "--help": False}
+        words = options_first(args, takes_value)
+        if "--" not in args and "--" in words:
+            for note in misplaced(words[words.index("--") + 2 :], takes_value):
+                say(f"note: {note}")
+        return super().parse_args(ctx, words)
 
 
 def options_first(words: Sequence[str], takes_value: dict[str, bool]) -> list[str]:
@@ -83,6 +89,18 @@ def options_first(words: Sequence[str], takes_value: dict[str, bool]) -> list[st
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
     return [*before, *more, *(["--", *script, *arguments] if script else [])]
+
+
+def misplaced(arguments: Sequence[str], options: Collection[str]) -> Iterator[str]:
+    """What to say of arguments that go to the script and may be meant as `options` of launch."""
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if not name.startswith("--"):
+            continue
+        if name in options:
+            yield f"{name} goes to the script, as it stands behind the script's own: put it before them"
+        elif near := difflib.get_close_matches(name, options, n=1, cutoff=0.8):
+            yield f"{name} goes to the script (lowtide has {near[0]})"
 
 
 def _leading_options(words: Sequence[str], takes_value: dict[str, bool]) -> tuple[list[str], list[str]]:
@@ -111,8 +129,8 @@ def launch(
     """Train an unmodified script inside a budget: the first model that trains is planned at its first batch.
 
     What is planned, and what is not and why, is said in one line each. A budget that cannot be met ends the
-    script before its first step. Options stand before the script or right behind it, and the rest is the
-    script's own.
+    script before its first step; without --budget it is what the device has free. Options stand before the
+    script or right behind it, and the rest is the script's own.
 
     Example: lowtide launch train.py --budget 8GiB --epochs 3
 
@@ -171,7 +189,9 @@ class Launched:
     def plan(self, found: "TrainedModel") -> None:
         from lowtide.api import checkpoint
         from lowtide.experiments.out_of_memory import explainer
+        from lowtide.integrations.held_besides import loop_is_of
         from lowtide.runtime.apply import plan_of
+        from lowtide.runtime.loop_messages import SCRIPT
 
         self.explain = explainer(found.module, found.optimizers)
         self.model, name = found.module, type(found.module).__name__
@@ -183,6 +203,7 @@ class Launched:
         except LowtideError as error:
             self.refusal = error
             raise
+        loop_is_of(SCRIPT, found.module)
         if found.num_outside:
             say(
                 f"not planned: {found.num_outside} parameters of {_kinds(found.optimizers)} besides {name}, "

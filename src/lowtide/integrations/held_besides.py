@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowtide.facts.sizes import is_auto
 from lowtide.ops.device_memory import CPU, block_bytes
 from lowtide.plans import Plan
+from lowtide.runtime.loop_messages import LoopOwner
 from lowtide.runtime.runner import runner_of
 from lowtide.stage_log import say
 from lowtide.torch_compat.dispatch import FakeTensor, has_storage, storage_key
@@ -89,8 +90,8 @@ def tell_of(plan: Plan, besides: Besides, reserve: int) -> None:
         say(f"{what}, which the budget counts: Lowtide(..., reserve=...) says how much instead")
 
 
-def planned_in_trainer(module: nn.Module) -> None:
-    """Let messages advise what the user of a trainer can do."""
+def loop_is_of(owner: LoopOwner, module: nn.Module) -> None:
+    """Let messages advise what the user of a planned `module` can do, whose loop somebody else has."""
     runner = runner_of(module)
     if runner is not None:
-        runner.observer.in_trainer = runner.schedules.in_trainer = True
+        runner.observer.loop_owner = runner.schedules.loop_owner = owner

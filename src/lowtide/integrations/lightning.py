@@ -28,11 +28,12 @@ from lowtide.integrations.first_call import (
     checked_reserve,
     no_longer_await,
 )
-from lowtide.integrations.held_besides import held_besides, planned_in_trainer, tell_of
+from lowtide.integrations.held_besides import held_besides, loop_is_of, tell_of
 from lowtide.integrations.logged_peak import logged_peak
 from lowtide.parallel.ranks import ranks_of, together
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
+from lowtide.runtime.loop_messages import TRAINER
 from lowtide.runtime.observer import SMALL_BYTES
 from lowtide.runtime.runner import remove, runner_of
 from lowtide.trace.model_call import Arguments
@@ -181,7 +182,7 @@ class Lowtide(Callback):
                 raise
             checkpoint(module, call, holds_outputs=False, **options)  # warns if that is not so
         self.plan = plan_of(module)
-        planned_in_trainer(module)
+        loop_is_of(TRAINER, module)
         if self.plan is not None and first and trainer.is_global_zero:
             tell_of(self.plan, besides, self.reserve)
         if self.log_peak:

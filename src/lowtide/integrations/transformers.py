@@ -29,11 +29,12 @@ from lowtide.integrations.first_call import (
     checked_reserve,
     no_longer_await,
 )
-from lowtide.integrations.held_besides import held_besides, planned_in_trainer, tell_of
+from lowtide.integrations.held_besides import held_besides, loop_is_of, tell_of
 from lowtide.integrations.logged_peak import logged_peak
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.plans import Plan
 from lowtide.runtime.apply import plan_of
+from lowtide.runtime.loop_messages import TRAINER
 from lowtide.runtime.runner import remove
 from lowtide.trace.model_call import Arguments
 
@@ -122,7 +123,7 @@ class Lowtide(TrainerCallback):
                 executor=self.executor,
             )
             self.plan = plan_of(module)
-            planned_in_trainer(module)
+            loop_is_of(TRAINER, module)
             if self.plan is not None and state.is_world_process_zero:
                 tell_of(self.plan, besides, self.reserve)
             if self.log_peak:

@@ -7,6 +7,7 @@ from typing import Any
 from lowtide.analyze.gradient_sums import specialised
 from lowtide.facts import Graph
 from lowtide.runtime.backend import GraphSchedule
+from lowtide.runtime.loop_messages import LoopOwner
 from lowtide.runtime.loop_tensors import LoopBytes
 from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.rewrite import baseline_schedule
@@ -38,8 +39,8 @@ class Schedules:
     """
 
     spare_bytes: int | None = None
-    in_trainer = False
-    """whether a trainer has the loop, which takes no `loss=`"""
+    loop_owner: LoopOwner | None = None
+    """who has the loop, where that takes no `loss=`"""
     in_pipeline = False
     """whether the model is a stage of a pipeline, whose own tensors the plan counts"""
     earlier_gradient_bytes = 0

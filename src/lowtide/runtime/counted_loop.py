@@ -155,10 +155,11 @@ class CountedLoop(Schedules):
         return leaves(self.plan, loss_bytes, self._context.beside, loss_kept_bytes=loss_kept_bytes)
 
     def _advice_for_loss(self, more_bytes: int) -> str:
-        if not self.in_trainer:
+        owner = self.loop_owner
+        if owner is None:
             return "Pass `loss=` the function that your loop uses, to have it counted from the start"
-        first = f": give Lowtide a reserve={more_bytes} for the first step, if that matters"
-        return f"The trainer's loss is counted from now on{first if more_bytes else ''}"
+        first = f": give Lowtide a {owner.reserve}{more_bytes} for the first step, if that matters"
+        return f"The {owner.name}'s loss is counted from now on{first if more_bytes else ''}"
 
     def _not_counted(self, loss: LiveLoss) -> int:
         """The bytes of the loop's loss beyond the reserve of the plan."""

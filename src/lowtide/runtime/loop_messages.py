@@ -1,5 +1,7 @@
 """What is said where the user's loop departs from its plan: each text once, with bytes and the next step."""
 
+from typing import NamedTuple
+
 OUTPUTS_LIVE = (
     "the loop keeps %s (%d bytes) of the model's outputs live through the backward pass, but the plan was "
     "made with holds_outputs=False: the peak is higher by that much. Drop the outputs before backward(), as "
@@ -81,10 +83,21 @@ IN_OWN_LOOP = {
     PROFILER_IS_ON: ". Pass `loss=` the function that your loop uses, to have it counted now",
 }
 """What else to do in a loop of one's own."""
-IN_TRAINER = {
-    PROFILER_IS_ON: ". Begin to profile after the first step, or leave as much free with reserve=",
+IN_LOOP_OF_OTHERS = {
+    PROFILER_IS_ON: ". Begin to profile after the first step, or leave as much free with %s",
 }
-"""What to do where a trainer has the loop."""
+"""What to do where others have the loop; the value is how they reserve bytes."""
+
+
+class LoopOwner(NamedTuple):
+    """Who has the loop where no `loss=` can be given, and how to reserve bytes there."""
+
+    name: str
+    reserve: str
+
+
+TRAINER = LoopOwner("trainer", "reserve=")
+SCRIPT = LoopOwner("script", "--reserve ")
 BYPASSED = (
     "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
     "model.forward(...), and not from inside of torch.compile"

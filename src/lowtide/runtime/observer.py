@@ -25,8 +25,8 @@ from lowtide.runtime.loop_messages import (
     EARLIER_GRADIENTS,
     GRADIENTS_STAY,
     GRAPH_KEPT,
+    IN_LOOP_OF_OTHERS,
     IN_OWN_LOOP,
-    IN_TRAINER,
     MANY_GRAPHS_PLANNED,
     OUTPUTS_COLLECTED,
     OUTPUTS_LIVE,
@@ -34,6 +34,7 @@ from lowtide.runtime.loop_messages import (
     SEVERAL_CALLS,
     TWO_CALLS_LIVE,
     TWO_CALLS_SUMMED,
+    LoopOwner,
 )
 from lowtide.runtime.loop_watch import LiveLoss, LoopWatch, node_behind, weakly
 from lowtide.runtime.pending_calls import PendingCalls
@@ -92,8 +93,8 @@ class LoopObserver:
         own_tensors: Callable[[], Iterable[Tensor]] = tuple,
     ) -> None:
         self.own_tensors = own_tensors
-        self.in_trainer = False
-        """whether a trainer has the loop"""
+        self.loop_owner: LoopOwner | None = None
+        """who has the loop, where that is not the user's own code"""
         self.kept = KeptOutputs(own_tensors)
         self.when_backward_begins: Callable[[], None] = lambda: None
         """called once after each call of the model"""
@@ -139,8 +140,9 @@ class LoopObserver:
         """Warn, once for each text."""
         if text not in self._said:
             self._said.add(text)
-            advice = IN_TRAINER if self.in_trainer else IN_OWN_LOOP
-            logger.warning(text + advice.get(text, ""), *values)
+            own, others = IN_OWN_LOOP.get(text, ""), IN_LOOP_OF_OTHERS.get(text, "")
+            advice = own if self.loop_owner is None else others.replace("%s", self.loop_owner.reserve.strip())
+            logger.warning(text + advice, *values)
 
     def never_say(self, text: str) -> None:
         self._said.add(text)
