@@ -26,7 +26,9 @@ def leave_free(standin: ModuleType, device: torch.device) -> Callable[[int], Non
     def fill(nbytes: int) -> None:
         gc.collect()
         torch.accelerator.empty_cache()
-        standin.set_capacity(torch.accelerator.memory_reserved(device) + nbytes, device)
+        reserved = torch.accelerator.memory_reserved(device)
+        # parts of reserved blocks may be free, whatever earlier cases left
+        standin.set_capacity(max(reserved, torch.accelerator.memory_allocated(device) + nbytes), device)
 
     return fill
 

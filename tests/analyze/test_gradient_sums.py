@@ -96,6 +96,7 @@ def test_views_of_one_value(caplog: pytest.LogCaptureFixture, copies: bool, loss
     assert told or all(map(torch.equal, found, expected))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("what", "outside"),
     [

@@ -172,6 +172,7 @@ def test_an_answer_that_the_factory_refuses_is_an_error_that_says_what_to_do(bud
         lowtide.fit(only(lambda size: size % 2 == 0), budget=budget_bytes)
 
 
+@pytest.mark.long
 def test_where_the_next_size_is_refused_the_answer_is_not_lost(budget_bytes):
     found = lowtide.fit(only(lambda size: size != 38), budget=budget_bytes)
     plain, planned = found.checks
@@ -192,6 +193,7 @@ class Attends(nn.Module):
         return x.sum()
 
 
+@pytest.mark.long
 def test_where_bytes_are_squares_no_size_is_captured_that_is_far_too_large():
     captured = []
 

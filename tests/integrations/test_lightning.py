@@ -194,6 +194,7 @@ def test_outputs_that_training_step_lets_go_of_are_found_out(returns: bool) -> N
     assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
 
 
+@pytest.mark.long
 def test_what_cannot_be_planned_is_refused_before_the_first_step() -> None:
     module = Module("two parts")
     before = copy.deepcopy(module.state_dict())

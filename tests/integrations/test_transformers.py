@@ -237,6 +237,7 @@ class Reporter(TrainerCallback):
         self.seen.append(dict(kwargs["logs"]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("log_peak", [True, False])
 def test_reporters_get_the_measured_peak_beside_the_loss(tmp_path: Path, log_peak: bool) -> None:
     reporter, callback = Reporter(), Lowtide(log_peak=log_peak)

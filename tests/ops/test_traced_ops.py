@@ -73,6 +73,7 @@ def check_against_eager(planned: nn.Module, batch: object) -> None:
         assert torch.equal(ours.grad, eager.grad)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("places", ((), (3,), (2, 2)), ids=str)
 @pytest.mark.parametrize("reduction", ("mean", "sum", "none"))
 def test_a_smoothed_cross_entropy_sums_the_weights_of_targets_that_are_not_ignored(places, reduction) -> None:

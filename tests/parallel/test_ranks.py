@@ -63,6 +63,7 @@ def test_a_rank_with_another_batch_gets_its_own(said: dict[str, list[Any]]) -> N
     assert first < second
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("trouble", "words"),
     [

@@ -264,6 +264,7 @@ def resized(step, factor):
     return dataclasses.replace(step, storages=tuple(storages))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("factor", (0.5, 0.9, 1.1, 1.15))
 def test_a_schedule_is_repaired_for_another_batch_size(shaped, factor):
     budget = shaped.floor_bytes + (shaped.baseline.peak_bytes - shaped.floor_bytes) // 3

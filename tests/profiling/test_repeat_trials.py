@@ -106,6 +106,7 @@ def test_a_refused_op_is_kept_with_the_reason(name: str) -> None:
         assert f"cannot be recomputed: {reason}" in reasons
 
 
+@pytest.mark.long
 def test_a_plan_from_a_file_carries_the_names(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = target()
     lowtide.repeatable(OPS["pure"])

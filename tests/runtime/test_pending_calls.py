@@ -106,6 +106,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("breaks", [False, True])
 def test_two_calls_keep_the_budget_from_the_second_step_on(
     breaks: bool, predicted: list[int], caplog: pytest.LogCaptureFixture
@@ -198,6 +199,7 @@ def planned_for(
     return plain, model, plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", [2, 3])
 def test_calls_that_are_named_keep_the_budget_from_the_first_step_on(
     number: int, predicted: list[int], caplog: pytest.LogCaptureFixture

@@ -67,6 +67,7 @@ def _gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor | Non
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adam", [pytest.param(False, marks=pytest.mark.long), True], ids=["sgd", "adam"])
 @pytest.mark.parametrize(
     "make, batch",

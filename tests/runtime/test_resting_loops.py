@@ -72,6 +72,7 @@ def at_rest(target):
     return sum(resting_of(value) is not None for _, value in state_of(target))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("profile", ["found", "in_backward"])
 def test_the_floor_without_state_is_reached_and_exact(profile, plain, request):
     profile = request.getfixturevalue(profile)
@@ -225,6 +226,7 @@ def test_the_words_say_what_rests(found):
     assert "state of 4 parameters" in text and "12.5 MiB" in text and "a step" in text
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_parameters_rest_and_are_updated_in_chunks(plain, tmp_path, step_in_backward):
     what = ("activations", "state", "parameters")

@@ -264,6 +264,7 @@ def test_a_weight_with_a_view_elsewhere_does_not_rest(half):
     assert rests(mine.model)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("step_in_backward", [False, True])
 def test_all_that_rests_is_exact_and_as_predicted_from_one_call(folder, step_in_backward):
     target = layers(frozen=True)

@@ -127,6 +127,7 @@ def no_warnings(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [words for words in told if "budget" in words]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.long if name in PARTS_OF_OTHERS else ()) for name in CHANGES],

@@ -182,6 +182,7 @@ def test_a_counter_that_is_compared_has_a_graph_for_each_answer() -> None:
     assert train(compared, torch.float32) == [1, 2, 2, 3, 3]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [of_shapes, of_shape_and_value, in_c])
 def test_a_number_that_decides_a_shape_or_that_torch_reads_in_c_is_fixed(function: Forward) -> None:
     assert train(function, torch.float32) == [1, 2, 3, 4, 5]

@@ -76,6 +76,7 @@ def seed() -> None:
     random.seed(3)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kind", [Draws, Computes, Scales, Catches])
 def test_code_that_torch_cannot_follow_runs_as_in_eager(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)

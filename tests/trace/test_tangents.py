@@ -96,6 +96,7 @@ def loss_and_output(output: dict[str, torch.Tensor]) -> torch.Tensor:
     return output["loss"] + output["of_one"].tanh().sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "planned_for"),
     [(Contrasts, loss_alone), (ReadsAgain, loss_alone), (AddsLater, loss_and_output)],

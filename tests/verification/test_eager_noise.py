@@ -134,6 +134,7 @@ def test_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "switches that off" in text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_users_settings_hold_in_fresh_processes() -> None:
     source = target(Noisy())
