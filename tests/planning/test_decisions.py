@@ -9,6 +9,7 @@ from synthetic import chain
 
 from lowtide.facts import Kind, Region, Storage
 from lowtide.planning.decisions import LASTING, floor_hint, hint, library_bytes, listed
+from lowtide.planning.planner import Planner
 from lowtide.planning.schedules import eager_timeline
 
 COMBINATIONS = [
@@ -48,7 +49,7 @@ def test_only_what_is_held_is_blamed(region, held):
 
 def test_workspaces_of_libraries_have_their_own_name():
     cause, _ = hint(Region.FORWARD, {Kind.OTHER: 18 << 20}, libraries={"cuBLAS workspaces": 17 << 20})
-    assert cause == "It holds 17.0 MiB cuBLAS workspaces, 1.0 MiB other."
+    assert cause == "It holds 17.0 MiB cuBLAS workspaces, 1.0 MiB temporaries and other."
 
 
 def test_workspaces_of_libraries_are_found_by_their_storages():
@@ -65,3 +66,10 @@ def test_workspaces_of_libraries_are_found_by_their_storages():
 
 def test_lists_are_joined_as_people_do():
     assert [listed("abc"[:n], "or") for n in (1, 2, 3)] == ["a", "a or b", "a, b or c"]
+
+
+def test_the_module_of_the_peak_is_named():
+    step = chain(length=3)
+    nameless = replace(step, nodes=tuple(replace(node, module="") for node in step.nodes))
+    named, plain = (floor_hint(each, Planner(each).lowest()).cause for each in (step, nameless))
+    assert named == f"This op is in layers.2. {plain}"

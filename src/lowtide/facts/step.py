@@ -50,6 +50,10 @@ class Kind(StrEnum):
     OTHER = "other"
 
 
+TEMPORARIES = "temporaries and other"
+"""`Kind.OTHER` in words: what ops take inside, and gradients of activations."""
+
+
 class Action(StrEnum):
     """What a plan does with an activation between its last forward use and its first backward use.
 

@@ -7,7 +7,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.facts import LAST_OUTPUTS, Action, Activation, Decision, Kind, Region, Remat, Run, Step
+from lowtide.facts import (
+    LAST_OUTPUTS,
+    TEMPORARIES,
+    Action,
+    Activation,
+    Decision,
+    Kind,
+    Region,
+    Remat,
+    Run,
+    Step,
+)
 from lowtide.planning.search.table import Table
 from lowtide.planning.simulate import Timeline, extra_seconds, is_remat, remat_of, replaced_ranks, source_of
 from lowtide.planning.transfer_model import is_fetch, released_after, value_of
@@ -252,13 +263,16 @@ def floor_hint(step: Step, timeline: Timeline) -> Hint:
     """The largest kinds that are live at the lowest peak, and remedies."""
     at = timeline.peak_position
     live = {kind: int(series[at]) for kind, series in timeline.bytes_by_kind.items()}
-    found = hint(step.nodes[timeline.peak_rank].region, live, libraries=library_bytes(step))
+    peak = step.nodes[timeline.peak_rank]
+    found = hint(peak.region, live, libraries=library_bytes(step))
     last_bytes = sum(
         step.storages[storage].nbytes
         for storage, start, end in timeline.blocks
         if start <= at <= end and step.storages[storage].name == LAST_OUTPUTS
     )
     cause = found.cause
+    if peak.module and peak.region is not Region.OPTIMIZER:
+        cause = f"This op is in {peak.module}. {cause}"
     if 100 * last_bytes >= timeline.peak_bytes:
         words = f"{format_size(last_bytes)} of it are {LAST_OUTPUTS}, which a loop keeps that names them"
         cause += f" {words}: where yours frees them before backward(), say holds_outputs=False."
@@ -284,10 +298,9 @@ def library_bytes(step: Step) -> dict[str, int]:
 def hint(region: Region, live: Mapping[Kind, int], *, libraries: Mapping[str, int] | None = None) -> Hint:
     """The hint from the region of the lowest peak, and the live bytes there by kind; of the kind `other`,
     the workspaces of `libraries` have their own names."""
-    named = {kind.value.replace("_", " "): nbytes for kind, nbytes in live.items()}
-    for words, nbytes in (libraries or {}).items():
-        named[words] = nbytes
-        named[Kind.OTHER.value] -= nbytes
+    named = {kind.value.replace("_", " "): nbytes for kind, nbytes in live.items() if kind is not Kind.OTHER}
+    named |= libraries or {}
+    named[TEMPORARIES] = live.get(Kind.OTHER, 0) - sum((libraries or {}).values())
     largest = ", ".join(
         f"{format_size(nbytes)} {words}"
         for words, nbytes in sorted(named.items(), key=lambda item: -item[1])[:3]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from lowtide.errors import LowtideError
-from lowtide.facts import Kind, Region, ReservedBytes
+from lowtide.facts import TEMPORARIES, Kind, Region, ReservedBytes
 from lowtide.facts.files import write_atomic
 from lowtide.units import format_seconds
 
@@ -41,7 +41,7 @@ LABELS = {
     Kind.INPUT: "batch",
     Kind.GRADIENT: "gradients",
     Kind.ACTIVATION: "activations",
-    Kind.OTHER: "temporaries and other",
+    Kind.OTHER: TEMPORARIES,
 }
 
 COLOURS = {
