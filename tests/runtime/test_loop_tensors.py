@@ -137,9 +137,9 @@ def test_what_stays_is_no_part_of_a_step() -> None:
 def test_labels_of_the_batch_that_was_planned_are_replaced_in_the_next_step() -> None:
     rows = 53
     data, labels, planned_on = torch.zeros(7, 5), torch.zeros(rows, 2), torch.zeros(rows, 9)
+    batch = torch.zeros(rows, 3)
     gc.collect()  # they are old, as they are after planning
     loop = LoopTensors(tuple, torch.device("cpu"))
-    batch = torch.zeros(rows, 3)
     first = loop.call_begins((batch,), (), loss_bytes=0)
     assert first == (labels.nbytes + planned_on.nbytes, 0, batch.nbytes, False)
     loop.backward_begins()

@@ -81,8 +81,7 @@ class LoopTensors:
             self._older = {k: one for k, one in self._before.items() if one.is_live and k not in known}
             if young and self._seen:  # those of other models, whose parameters are old
                 self._forget(_gradients(python_tensors(self._device)))
-            rows = {tensor.shape[0] for tensor in given if tensor.dim()}
-            labels = sum(one.nbytes for one in self._older.values() if one.rows in rows)
+            labels = self._labels(given)
             # of all tensors in the process, those of this step are not known yet
             nbytes = (
                 sum(one.nbytes for one in self._seen.values()) + labels if young else self._expected_bytes
@@ -96,6 +95,12 @@ class LoopTensors:
         step_bytes += self._replaced_bytes(given, outputs, sum(gone.values()))
         self.looks_left, self._seen, self._before, self._older = 0, {}, {}, {}
         return LoopBytes(step_bytes, forward_bytes, batch_bytes, is_seen=True)
+
+    def _labels(self, given: Iterable[Tensor]) -> int:
+        """The bytes of labels that are older than the plan; none where the batch is younger."""
+        older = [t for t in given if has_storage(t) and storage_key(t) in self._before and t.dim()]
+        rows = {tensor.shape[0] for tensor in older}
+        return sum(one.nbytes for one in self._older.values() if one.rows in rows)
 
     def _replaced_bytes(self, given: Iterable[Tensor], outputs: Iterable[int], gone_bytes: int) -> int:
         """Of what is older than the plan, the bytes that died in the first step and were made anew since,

@@ -130,7 +130,7 @@ class SeenLoop(CountedLoop):
         unfitted, self._not_fitted = self._not_fitted, Unfitted()
         is_tight, self._expected_too_much = self._expected_too_much, False
         own, reserve = by_fingerprint(self.first), self._context.reserve
-        may_relax = is_tight and self.graphs not in ({}, own) and not self.later
+        may_relax = is_tight and not unfitted.nbytes and self.graphs not in ({}, own) and not self.later
         if may_relax and self._leaves(reserve.loss_bytes, reserve.loss_kept_bytes):
             self.graphs = own  # a data set, say, that was new when the first step began
             return True
