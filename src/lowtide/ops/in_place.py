@@ -111,6 +111,9 @@ def keeps_bits(target: Any, dtype: torch.dtype, kwargs: Mapping[str, Any]) -> bo
     return not dtype.is_complex or (target in BY_COMPONENT and not kwargs)
 
 
+MOST_LAYOUTS = 256
+"""Shapes and strides of arguments that one variant remembers."""
+
 IN_ROWS = (aten._softmax_backward_data.out, aten._log_softmax_backward_data.out)
 """Variants that write row after row, whatever the strides of their `out`."""
 
@@ -139,6 +142,8 @@ def writer(op: OpOverload, place: int) -> Callable[..., Tensor]:
         if num_deciding != 0 and _differ(out, args[:num_deciding]):
             layouts = tuple((arg.shape, arg.stride()) for arg in args if isinstance(arg, Tensor))
             if layouts not in results:
+                if len(results) == MOST_LAYOUTS:
+                    results.clear()
                 results[layouts] = _strides_of_result(plain, args, kwargs)
             if results[layouts] != _strides(out):
                 return plain(*args, **kwargs)  # type: ignore[no-any-return]

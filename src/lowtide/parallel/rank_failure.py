@@ -34,7 +34,7 @@ FAILURE = "lowtide/failure"
 ROLL_CALLS = "lowtide/roll_calls"
 """The key of the number of roll calls so far."""
 TOLD = "lowtide_told"
-"""An attribute of an error of which this process has told the others."""
+"""An attribute of an error: the guards of this process that have told others of it."""
 PATIENCE_SECONDS = 5.0
 """How long a rank may take to answer a roll call."""
 POLL_SECONDS = 1.0
@@ -98,8 +98,9 @@ class RankGuard:
             raise
         except BaseException as error:
             # an error in a pass of a stage ends the step of the pipeline, which raises its own
-            if ddp.is_alive(self.group) and not (hasattr(error, TOLD) or hasattr(error.__cause__, TOLD)):
-                setattr(error, TOLD, True)
+            told = {*getattr(error, TOLD, ()), *getattr(error.__cause__, TOLD, ())}
+            if ddp.is_alive(self.group) and id(self) not in told:
+                setattr(error, TOLD, {*told, id(self)})
                 self._explain(error, when)
             raise
         if self._has_told:  # the user's loop continued after an error

@@ -77,8 +77,10 @@ class LoopTensors:
             young = self._collections == collections()
             known = {storage_key(tensor) for tensor in given if has_storage(tensor)}.union(outputs)
             found = self._look(young=young)
+            # a storage may lie where one lay that has died
+            self._before = {key: one for key, one in self._before.items() if one.is_live}
             self._seen = {key: found[key] for key in found.keys() - self._before.keys() - known}
-            self._older = {k: one for k, one in self._before.items() if one.is_live and k not in known}
+            self._older = {key: one for key, one in self._before.items() if key not in known}
             if young and self._seen:  # those of other models, whose parameters are old
                 self._forget(_gradients(python_tensors(self._device)))
             labels = self._labels(given)
