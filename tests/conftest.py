@@ -53,7 +53,12 @@ def young_heap() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `sample(number)`, so many cases are run, evenly spread; the others are long."""
+    """Of a test marked `sample(number)`, so many cases are run, evenly spread; the others are long.
+
+    Tests of several processes come first: the tests of such a file share what its processes did, and the last
+    tests are dealt out one by one.
+    """
+    items.sort(key=lambda item: "parallel" not in item.path.parts)
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("sample") is not None and item.get_closest_marker("long") is None:

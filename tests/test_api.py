@@ -31,6 +31,7 @@ def step():
     return model, torch.randn(256, 64), torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fresh", [True, False])
 def test_a_step_is_measured_without_and_with_its_plan(fresh, monkeypatch):
     model, batch, optimizer = step()

@@ -24,6 +24,7 @@ TOGETHER = ("ddp.py", "fsdp2.py", "pipeline.py", "tensor_parallel.py")
 """Examples for several processes."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in TRAINERS else pytest.mark.long) for name in ALONE]
 )

@@ -22,7 +22,7 @@ def compared(device: torch.device, tmp_path_factory: pytest.TempPathFactory) -> 
     return {kind: [rank.value for rank in ranks] for kind, ranks in ended.items()}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_devices_train_by_plans(kind: str, compared: dict[str, list[Compared]]) -> None:
     assert len(compared[kind]) == 2

@@ -121,6 +121,7 @@ def pair(head: Head) -> tuple[Target, Target]:
     return target, twin(target)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("head", HEADS)
 def test_training_at_the_floor_has_eagers_bits(head: Head) -> None:
     plain, planned = pair(head)

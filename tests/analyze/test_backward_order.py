@@ -65,6 +65,7 @@ def test_schedules_count_ops_as_captured() -> None:
     assert backward != sorted(backward)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("share", ["100%", "80%", "floor"])
 def test_training_in_another_order_has_eagers_bits(shared: bool, share: str) -> None:

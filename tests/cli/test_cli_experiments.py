@@ -208,6 +208,7 @@ def test_a_resumed_sweep_stopped_again_loses_nothing(run_lowtide, made_up_rows, 
     assert "Unfinished" not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.long
 def test_rows_of_another_version_are_run_again(run_lowtide, made_up_rows, tmp_path):
     arguments = ["sweep", "tiny-bert-base", "-b", "4,8", "--budget", "60%", "-o", str(tmp_path)]
     assert run_lowtide(*arguments)[0] == 0
@@ -223,6 +224,7 @@ def test_a_target_that_is_not_there_ends_the_sweep_at_once(run_lowtide, made_up_
     assert made_up_rows == []
 
 
+@pytest.mark.long
 def test_sweep_tells_people(run_lowtide, made_up_rows, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     code, stdout, _ = run_lowtide("sweep", "tiny-bert-base", "-b", "4,16", "--budget", "60%", "-q")
@@ -267,6 +269,7 @@ def methods(*last):
     return run
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("verdict", "why", "difference", "code"),
     [
@@ -291,6 +294,7 @@ def test_compare(run_lowtide, monkeypatch, tmp_path, verdict, why, difference, c
     assert data["finished"] is True and "crashed: oh" in page and "Unfinished" not in page
 
 
+@pytest.mark.long
 def test_memory_budgets_of_a_comparison(run_lowtide, monkeypatch):
     seen = []
 

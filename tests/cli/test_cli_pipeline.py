@@ -36,6 +36,7 @@ def test_a_model_without_so_many_equal_blocks_is_refused(run_lowtide):
     assert code == Exit.ERROR and "its longest list of equal blocks has 3" in stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_each_stage_has_what_is_in_flight_and_fits_or_not(run_lowtide):
     code, stdout, _ = run_lowtide("plan", "tiny-gpt2", "-b", "8", *PIPELINE, "--json")

@@ -86,7 +86,7 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x), self.weight)).square().mean()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("middle", [widened, sorted_rows, weighed, by_numpy, by_function, with_a_leaf])
 def test_it_counts(middle: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
@@ -145,6 +145,7 @@ class Mixture(nn.Module):
         return self.last(x).square().mean()
 
 
+@pytest.mark.long
 def test_a_loop_over_experts_that_pick_their_rows_has_few_graphs() -> None:
     torch.manual_seed(0)
     model = Mixture()

@@ -298,7 +298,7 @@ TESTED_ELSEWHERE = {
 """The like of them is among the models written for trouble and in the sample of the coverage table."""
 
 
-@pytest.mark.sample(14)
+@pytest.mark.sample(8)
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing:UserWarning",
     "ignore:torch.ao.quantization is deprecated:DeprecationWarning",

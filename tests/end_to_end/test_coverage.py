@@ -26,7 +26,7 @@ eager's paths, accumulation and failing calls."""
 CASES = {case.name: case for case in (*CONSTRUCTIONS, *LOOPS, *FORWARDS)}
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "name", [*SAMPLE, *(pytest.param(name, marks=pytest.mark.long) for name in TESTED_ELSEWHERE)]
 )

@@ -55,7 +55,7 @@ def _check(target: Target, found: Profile, shares: tuple[float, ...] = SHARES) -
     lowtide.remove(target.model)
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", TROUBLE)
 def test_models_written_for_trouble(name: str) -> None:
     target = _trouble(name)
@@ -128,6 +128,7 @@ def built_in(request: pytest.FixtureRequest) -> tuple[Target, Profile]:
     return target, _profiled(target)
 
 
+@pytest.mark.sample(1)
 def test_built_in_targets(built_in: tuple[Target, Profile]) -> None:
     _check(*built_in)
 
@@ -158,6 +159,7 @@ class Speech(nn.Module):
         return _ctc(output) if self.with_loss else output
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_loss_outside_of_all_graphs(inside: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)

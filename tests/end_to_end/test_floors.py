@@ -168,7 +168,7 @@ def check(case: Case, optimizer_type: Any) -> None:
     assert found.step.static_bytes - SCALARS_BYTES * len(found.step.graphs) + Cpu().measured(step)[1] <= floor
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_floor_can_be_asked_for(name: str) -> None:

@@ -137,7 +137,7 @@ def check(function: Function, *, inside: bool) -> None:
     assert measured == pytest.approx(plan.peak_bytes, rel=0.02)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("inside", (True, False), ids=("in the model", "in the loss"))
 @pytest.mark.parametrize("name", SAMPLE)

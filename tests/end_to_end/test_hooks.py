@@ -104,7 +104,7 @@ def _case(name: str, log: Log, *, uncaptured: bool) -> Target:
     return Target(name, model, rows(), optimizer, lambda out: out.square().mean())
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings(
     "ignore:Full backward hook is firing:UserWarning",
     "ignore:Using a non-full backward hook:FutureWarning",

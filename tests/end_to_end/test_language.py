@@ -33,6 +33,7 @@ def test_one_graph_and_exact(name: str, caplog: pytest.LogCaptureFixture) -> Non
     assert differences(expected, results(planned)) == []
 
 
+@pytest.mark.long
 def test_padding_is_another_graph_of_the_same_plan() -> None:
     training = build("llama", "LlamaForCausalLM")
     planned = twin(training)

@@ -199,7 +199,7 @@ def check_steps(model: nn.Module, caplog: pytest.LogCaptureFixture, *, share: fl
     return plan
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "dtype", "most_graphs"),
     [
@@ -235,6 +235,7 @@ def qwen3() -> nn.Module:
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts_per_tok=2))
 
 
+@pytest.mark.long
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "experts"),

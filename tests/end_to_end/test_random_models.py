@@ -48,6 +48,7 @@ def test_random_models_of_rows(design: Design) -> None:
     check(design)
 
 
+@pytest.mark.long
 @settings(SAME_EVERY_TIME, max_examples=3)
 @given(designs(images=True))
 def test_random_models_of_images(design: Design) -> None:

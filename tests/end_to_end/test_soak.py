@@ -15,6 +15,7 @@ def test_steps_and_shapes_hold_nothing() -> None:
     assert soak.many_shapes(2, both) == 0
 
 
+@pytest.mark.long
 def test_two_models_in_two_threads() -> None:
     soak.two_threads(5)
 

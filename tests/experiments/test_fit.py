@@ -50,6 +50,7 @@ def found(budget_bytes):
     return lowtide.fit(make, budget=budget_bytes)
 
 
+@pytest.mark.long
 def test_the_largest_sizes_fit_and_the_next_do_not(found, budget_bytes):
     assert found.largest_plain == 37 and profile(38).peak_bytes > budget_bytes
     assert found.largest > 37
@@ -57,6 +58,7 @@ def test_the_largest_sizes_fit_and_the_next_do_not(found, budget_bytes):
     assert not fits_with_a_plan(found.largest + 1, budget_bytes)
 
 
+@pytest.mark.long
 def test_what_was_found_is_true(found, budget_bytes):
     plain, planned = found.checks
     assert (plain.size, plain.planned) == (38, False) and plain.measured_peak_bytes > budget_bytes
@@ -248,6 +250,7 @@ def test_what_the_machine_cannot_hold_is_said_and_not_run(budget_bytes, monkeypa
     assert all(check.measured_peak_bytes is None and "are free" in check.reason for check in found.checks)
 
 
+@pytest.mark.long
 def test_what_no_fresh_process_can_be_given_is_said_and_the_answer_not_lost(budget_bytes):
     """As a loss that is a lambda."""
     found = lowtide.fit(lambda size: (*make(size), lambda output: output.sum()), budget=budget_bytes, most=64)
@@ -279,6 +282,7 @@ def test_a_step_whose_ops_change_with_the_size_is_found_by_halving(budget_bytes)
     assert peaks[0] <= 40_000 < peaks[1]
 
 
+@pytest.mark.long
 def test_sizes_are_not_interpolated_from_sizes_with_other_ops():
     class Deeper(nn.Module):
         def __init__(self):

@@ -98,6 +98,7 @@ def test_a_remat_that_a_size_lacks_has_the_workspace_of_another_size(steps):
     assert inside(resized) == inside(steps[128])
 
 
+@pytest.mark.long
 def test_two_sizes_are_enough_where_only_remats_differ(steps):
     captured = []
 

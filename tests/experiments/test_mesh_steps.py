@@ -34,6 +34,8 @@ def captured(size: PartSize = PART) -> CapturedPart:
     return capture_part(size, 2, gpu=GPU)
 
 
+@pytest.mark.long
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_a_stage_that_follows_from_four_blocks_is_that_of_all_its_blocks(tensor: int):
     stage = captured(replace(PART, tensor=tensor)).planner(8)
@@ -93,6 +95,7 @@ def test_parameters_are_counted_as_they_are_built():
         assert sum(p.numel() for p in model.parameters()) == replace(size, blocks=4).parameters
 
 
+@pytest.mark.long
 def test_a_decoder_is_searched_on_all_axes():
     job = Job(gpu=GPU, gpus=2, batch=2, budget_bytes=1 << 30)
     rows = search_decoder(TINY, job, length=TINY.length, fastest=1000).rows

@@ -28,6 +28,7 @@ def results(fabric: Any, model: Any, optimizer: Any) -> Iterator[torch.Tensor]:
     yield from (parameter.detach().clone() for parameter in model.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("plans_first", [True, False])
 def test_a_model_of_fabric_trains_by_its_plan(precision: Any, plans_first: bool) -> None:

@@ -97,6 +97,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_as_without_it(name: str, caplog: pytest.LogCaptureFixture) -> None:
     calls, settings = SETTINGS[name]
@@ -125,6 +126,7 @@ class Memory(lightning.loggers.logger.DummyLogger):
         self.seen.append(dict(metrics))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("log_peak", [True, False])
 def test_loggers_get_the_measured_peak_beside_the_loss(log_peak: bool) -> None:
     logger = Memory()
@@ -185,6 +187,7 @@ class Holding(Module):
         return {"loss": loss, "logits": logits} if self.returns else loss
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("returns", [True, False])
 def test_outputs_that_training_step_lets_go_of_are_found_out(returns: bool) -> None:
     (plain, _), (planned, plan) = (fit("", b, module=Holding(returns=returns)) for b in (None, "80%"))

@@ -184,6 +184,7 @@ SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "name",
     [
@@ -208,6 +209,7 @@ def test_another_executor(tmp_path: Path) -> None:
         Lowtide("1GB", executor="fast")
 
 
+@pytest.mark.long
 def test_accumulated_gradients_are_within_the_budget(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -271,6 +273,7 @@ class HoldingTrainer(MeasuringTrainer):
         return self.outputs.loss
 
 
+@pytest.mark.long
 def test_outputs_that_a_trainer_lets_go_need_no_room(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +288,7 @@ def test_outputs_that_a_trainer_lets_go_need_no_room(
     assert f"({logits_bytes} bytes) of the model's outputs" in line
 
 
+@pytest.mark.long
 def test_activations_may_wait_on_a_disk(tmp_path: Path) -> None:
     with pytest.raises(lowtide.LowtideError, match="cannot offload to 'ram'"):
         Lowtide("80%", offload="ram")

@@ -92,6 +92,7 @@ def test_two_slices_hold_as_much_as_all_of_them():
         assert told == split_check.recorded_bytes(whole, traced.shadow)
 
 
+@pytest.mark.long
 def test_looking_at_an_optimizer_leaves_every_generator_alone(monkeypatch):
     """`torch.manual_seed` seeds accelerators, whose generators `fork_rng(devices=[])` does not restore."""
 

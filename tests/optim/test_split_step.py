@@ -171,6 +171,7 @@ def test_the_step_of_a_subclass_is_split_too() -> None:
     assert same(whole, trained(lambda p: Logged(p, lr=0.01), hooked))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("foreach", [True, False])
 def test_the_optimizers_temporaries_do_not_set_the_floor(

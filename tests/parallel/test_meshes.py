@@ -72,12 +72,14 @@ def others() -> dict[str, Any]:
     return run_ranks(groups)
 
 
+@pytest.mark.long
 def test_gradients_of_a_weight_that_is_used_several_times_are_summed_as_in_eager(others):
     for rank in others["reused"]:
         assert rank.error == ""
         assert rank.value and all(rank.value.values()), rank.value
 
 
+@pytest.mark.long
 def test_what_cannot_work_is_refused_with_the_next_step(others):
     for rank in others["refusals"]:
         assert rank.error == ""
@@ -90,6 +92,7 @@ def test_what_cannot_work_is_refused_with_the_next_step(others):
         assert "divide first, then plan" in said["divided later"]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_in_a_step_is_named(others):
     left, gone = others["killed"]
     assert gone.status == signal.SIGKILL

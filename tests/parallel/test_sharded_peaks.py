@@ -25,9 +25,8 @@ def simulated_profile(ranks: int) -> lowtide.Profile:
     )
 
 
-@pytest.mark.parametrize(
-    ("ranks", "shares"), [(2, (0,)), pytest.param(4, (0.5, 0), marks=pytest.mark.long)], ids=["2", "4"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("ranks", "shares"), [(2, (0,)), (4, (0.5, 0))], ids=["2", "4"])
 def test_peaks_are_as_predicted_with_and_without_the_other_processes(ranks, shares):
     simulated = simulated_profile(ranks)
     for rows in on_ranks("sharded_cases:peaks", ranks=ranks, options=SIZE, shares=shares):

@@ -63,6 +63,7 @@ def test_a_chain_comes_back_in_chunks(dtype: torch.dtype, threads: int) -> None:
     assert in_chunks in [node.target for node in graphs.backward.graph.nodes]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "threads"), [(torch.float32, 1), (torch.bfloat16, 2)], indirect=["threads"]
 )

@@ -93,7 +93,7 @@ def profile(target: Target, folder: object) -> lowtide.Profile:
     return lowtide.profile(target.model, target.batch, optimizer=target.optimizer, offload=f"disk:{folder}")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "delay", "ahead"),
     [

@@ -110,6 +110,7 @@ def pair(case: str) -> tuple[Target, Target]:
     return twin(target), twin(target)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("case", METHOD)
 def test_a_packed_value_gives_eagers_bits(case: str) -> None:
     plain, planned = pair(case)

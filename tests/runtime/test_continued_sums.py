@@ -181,7 +181,7 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_loop_uses_what_the_model_uses_several_times(name: str) -> None:
     make, batch, loop = CASES[name]

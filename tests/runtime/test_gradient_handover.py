@@ -112,6 +112,7 @@ def under_autocast(model: nn.Module, x: torch.Tensor) -> Results:
     return grads(model)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "step",
     [kept, two_calls, hooked, of_some, of_the_input, frozen, accumulated, under_autocast],

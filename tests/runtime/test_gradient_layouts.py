@@ -65,6 +65,7 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(map(torch.equal, one, other))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", [Dense, Transposed])
 def test_a_known_loss_is_exact_from_the_first_step_on(
     kind: type[nn.Module], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -138,6 +139,7 @@ def loss_of_parts(output: torch.Tensor) -> torch.Tensor:
     return torch.complex(output, torch.ones_like(output)).square().abs().sum()
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("is_told", [True, False], ids=["known loss", "unknown loss"])
 @pytest.mark.parametrize("case", ["two orders", "gaps between rows", "gaps between elements"])
 def test_gradients_reach_graphs_as_they_are_in_memory(

@@ -160,6 +160,7 @@ def trained_around_a_metric(loop: Loop) -> list[Tensor]:
         return [loop.model(batch()), loop.model[0].weight - before]
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("budget", [pytest.param("1GiB", marks=pytest.mark.long), "floor"])
 @pytest.mark.parametrize(
     "run",
@@ -284,7 +285,7 @@ REFUSED: dict[str, tuple[Callable[[Loop], None], str]] = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_loops_are_refused_before_anything_changes(name: str) -> None:
     run, reason = REFUSED[name]

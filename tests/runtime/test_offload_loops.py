@@ -121,6 +121,7 @@ def interrupt(_grad):
 LOOPS = [broken_off, two_calls, backwards_twice, with_evaluation, accumulating, with_a_call_that_nobody_uses]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_a_loop_is_exact_and_leaves_nothing_in_the_store(plain, planned, loop):
     assert differences(after(twin(plain), loop), after(planned, loop)) == []

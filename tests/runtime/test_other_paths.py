@@ -36,6 +36,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("breaks", [False, True])
 def test_a_longer_path_is_told(breaks: bool, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)

@@ -78,7 +78,7 @@ def rewritten(case: Case, solution: Solution) -> list[tuple[int, Rewritten]]:
     ]
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_is_the_schedule_node_by_node(cases: dict[str, Case], name: str, planner: str) -> None:

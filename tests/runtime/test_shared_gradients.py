@@ -107,6 +107,7 @@ def hooked(model: nn.Module, x: torch.Tensor) -> list[Any]:
 LOOPS = (plain, kept, two_calls, of_some, with_penalty, of_the_input, hooked)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "shape"),
     [(Levels, (1, 3, 16, 16)), (OneLayer, (64, WIDTH)), (Tied, (64, WIDTH))],

@@ -82,6 +82,7 @@ def planned(target: Target, **options: Any) -> lowtide.Plan:
     return plan
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     "name",
     ["adam", "foreach", "fused", "sgd", "adafactor", pytest.param("rmsprop", marks=pytest.mark.long)],
@@ -132,6 +133,7 @@ class Recurrent(nn.Module):
         return self.cells(x)[0].square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("build", [InAutocast, Recurrent])
 def test_weights_that_are_cast_and_cells_are_updated_in_the_pass(build: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

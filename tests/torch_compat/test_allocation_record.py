@@ -24,6 +24,7 @@ lowtide.profile(model, torch.ones(2, 4), cache=False)
 """
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("when", "level"), [("before", "5"), ("after", "0")])
 def test_no_line_of_kineto_comes_through(when: str, level: str) -> None:
     done = subprocess.run(

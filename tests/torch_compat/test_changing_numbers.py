@@ -149,7 +149,7 @@ def train(function: Forward, dtype: torch.dtype) -> list[int]:
     return graphs
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("function", "dtype"),
     [

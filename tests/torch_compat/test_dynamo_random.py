@@ -102,7 +102,7 @@ def trained(draw: Draw, *, planned: bool) -> list[list[Any]]:
     return found
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("draw", CASES)
 def test_a_model_that_draws_numbers_trains_as_in_eager(draw: Draw) -> None:
     assert trained(draw, planned=True) == trained(draw, planned=False)

@@ -54,6 +54,7 @@ def _settings() -> list[Any]:
     ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("real", [False, True])
 def test_nothing_is_left_behind(real: bool) -> None:
     model = Stateful() if real else nn.Sequential(*list(Stateful().children())[::-1])

@@ -94,6 +94,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recompute, "call", call)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
 def test_the_plan_is_judged_against_eagers_own_differences(always: bool) -> None:
@@ -106,6 +107,7 @@ def test_the_plan_is_judged_against_eagers_own_differences(always: bool) -> None
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("broken")
 @pytest.mark.parametrize("always", [False, True])

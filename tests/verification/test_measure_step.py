@@ -259,6 +259,7 @@ def test_a_number_of_runs_is_that_number(clock):
 # fresh processes
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not can_measure_resident(), reason="the resident high-water mark is Linux only")
 def test_both_methods_agree_in_a_fresh_process():
     spec = TargetSpec(text="tiny-transformer", batch_size=32, sequence_length=128)
@@ -269,6 +270,7 @@ def test_both_methods_agree_in_a_fresh_process():
     assert measured.resident_peak_bytes - measured.static_bytes == pytest.approx(above, rel=0.02)
 
 
+@pytest.mark.long
 def test_torchs_own_count_alone():
     target = small_target()
     measured = measure_step(target, resident=False)
@@ -276,6 +278,7 @@ def test_torchs_own_count_alone():
     assert measured.peak_bytes == measure_here(target).peak_bytes
 
 
+@pytest.mark.long
 def test_live_objects_a_hook_and_the_clock():
     target = small_target()
     before = [parameter.detach().clone() for parameter in target.model.parameters()]
@@ -301,6 +304,7 @@ def test_measuring_here_leaves_the_target_alone():
     assert half.static_bytes == measured.static_bytes - target.batch.nbytes // 2
 
 
+@pytest.mark.long
 def test_measuring_here_counts_like_a_fresh_process():
     target = load_target("tiny-transformer", batch_size=4)
     spec = TargetSpec(text="tiny-transformer", batch_size=4)

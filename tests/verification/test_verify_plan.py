@@ -68,6 +68,7 @@ def test_equal_results_are_found_equal(planned: tuple[Target, Plan]) -> None:
     assert {decision.method for decision in planned[1].decisions} >= {"mask", "again"}
 
 
+@pytest.mark.long
 def test_a_plan_made_under_autocast_is_verified_there() -> None:
     source = target(Trained())
     with torch.autocast("cpu", torch.bfloat16):
@@ -262,6 +263,7 @@ def test_a_model_that_cannot_be_moved_is_verified_here() -> None:
     assert torch.equal(torch.get_rng_state(), state) and not source.optimizer.state
 
 
+@pytest.mark.long
 def test_eager_steps_that_are_timed_are_not_taken_for_a_plan_that_did_not_run(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
