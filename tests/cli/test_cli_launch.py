@@ -93,6 +93,17 @@ def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
     assert "fails.py" in failed.stderr and "typer" not in failed.stderr and "runpy" not in failed.stderr
 
 
+def test_a_script_that_compiles_its_step_is_told_why_no_model_was_seen(folder):
+    (folder / "compiled.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 4)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "@torch.compile(backend='eager')\ndef step(x):\n    return model(x).sum()\n"
+        "step(torch.randn(2, 4)).backward()\n"
+    )
+    done = run("-m", "lowtide", "launch", "compiled.py", "--budget", "1GiB", folder=folder)
+    assert done.returncode == 0 and "inside of a function of torch.compile is not seen" in done.stderr
+
+
 def test_a_script_that_python_cannot_read_is_named_without_frames_of_this_command(folder):
     (folder / "unread.py").write_text("print(\n")
     failed = run("-m", "lowtide", "launch", "unread.py", folder=folder)

@@ -239,13 +239,18 @@ def noisy(measurement, *, noise):
     [
         (None, "+5.0 %", "measured; "),
         (0.04, "+5.0 %", "measured ± 4.0 points; "),
-        (0.06, "too noisy to tell", "measured +5.0 % (noise: ± 6.0 %)"),
+        (
+            0.06,
+            "simulated",
+            "simulated; the machine was too busy to measure it: +5.0 % (noise: ± 6.0 %)",
+        ),
     ],
 )
 def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
     found = noisy(case.measurement, noise=noise)
     tile = next(tile for tile in plan_tiles(case.solution, found) if tile.label == "Time added")
-    assert tile.value == value and tile.note.startswith(note)
+    simulated = style.percent(case.solution.overhead)
+    assert tile.value == (simulated if value == "simulated" else value) and tile.note.startswith(note)
     assert style.HOW_TIMED in render(case, measurement=found)
 
 

@@ -174,7 +174,10 @@ def launch(
         raise typer.Exit(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.ERROR) from None
     finally:
         if launched.model is None:
-            say("nothing was planned: no model was called with gradients whose parameters an optimizer has")
+            say(
+                "nothing was planned: no model was called with gradients whose parameters an optimizer has"
+                + _compiled()
+            )
 
 
 class Launched:
@@ -210,7 +213,20 @@ class Launched:
                 "whose bytes the budget leaves out (--reserve counts them)"
             )
         if found.others:
-            say(f"not planned: what {_kinds(found.others)} trains; only the first trained model is planned")
+            count = sum(len(group["params"]) for each in found.others for group in each.param_groups)
+            say(
+                f"not planned: the {count} parameters of {'another' if len(found.others) == 1 else 'other'} "
+                f"{_kinds(found.others)}; only the first trained model is planned"
+            )
+
+
+def _compiled() -> str:
+    """What to say of a script in which torch.compile has traced functions."""
+    from lowtide.torch_compat.dynamo import has_compiled
+
+    if not has_compiled():
+        return ""
+    return ". A model that is called inside of a function of torch.compile is not seen: leave compiling out"
 
 
 def _kinds(optimizers: "Sequence[Optimizer]") -> str:
