@@ -5,6 +5,8 @@ has the comment `<!-- not run: why -->` before it, and is compiled only.
 """
 
 import ast
+import importlib
+import inspect
 import re
 import sys
 import typing
@@ -162,6 +164,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     errors = {name for name in lowtide.__all__ if name in vars(lowtide.errors)}
     for name in set(lowtide.__all__) - errors - {"__version__"}:
         assert re.search(rf":: lowtide\.{name}\b", page), name
+
+
+@pytest.mark.parametrize("library", ["transformers", "lightning"])
+def test_all_options_of_a_callback_are_listed(library: str) -> None:
+    text = (ROOT / "docs" / "trainers.md").read_text()
+    listed = text.split(f"lowtide.integrations.{library}.Lowtide(\n")[1].split("\n)\n")[0]
+    callback = importlib.import_module(f"lowtide.integrations.{library}").Lowtide
+    options = [name for name in inspect.signature(callback).parameters if name != "swap"]
+    assert re.findall(r"^    (\w+)=", listed, re.M) == options
 
 
 def test_names_in_the_glossary_exist() -> None:

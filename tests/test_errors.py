@@ -1,3 +1,4 @@
+import errno
 import importlib
 import pkgutil
 import re
@@ -8,7 +9,7 @@ import pytest
 
 import lowtide
 from lowtide import errors
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError, is_out_of_memory
 
 
 def every_kind(kind: type = LowtideError) -> set[type]:
@@ -41,3 +42,25 @@ def test_budget_too_small_says_the_floor_and_where():
         "cannot fit in 100 bytes: the lowest reachable peak is 1.9 GiB (2040109465 bytes), at 'conv2d_7'. "
     )
     assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("unable to mmap 4096 bytes from file </x>: Cannot allocate memory (12)"), True),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), True),
+        (FreshProcessError("its message", kind="OutOfMemoryError"), True),
+        (FreshProcessError("DefaultCPUAllocator: not enough memory", kind="RuntimeError"), True),
+        (OSError(errno.ENOENT, "no such file"), False),
+        (ValueError("out of memory"), False),
+        (RuntimeError("another"), False),
+    ],
+)
+def test_running_out_of_memory_is_recognized_in_every_form(error, expected):
+    assert is_out_of_memory(error) is expected
+    outer = LowtideError("around it")
+    outer.__cause__ = error
+    assert is_out_of_memory(outer) is expected

@@ -70,6 +70,15 @@ def test_the_message_is_one_line_and_a_traceback_shows_the_levers(refusal):
     assert all(len(line) <= 80 for line in refusal.__notes__)
 
 
+def test_warnings_of_the_capture_are_not_given_again(caplog):
+    model, x = nn.Linear(32, 8), torch.randn(64, 32)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with pytest.raises(lowtide.BudgetTooSmall) as refused:
+        lowtide.profile(model, x, optimizer=optimizer).plan(4000)
+    assert refused.value.levers
+    assert len([record for record in caplog.records if "needs a closure" in record.getMessage()]) == 1
+
+
 def test_a_step_in_backward_is_not_named_where_gradients_accumulate(loop):
     model, batch, optimizer = loop
     with pytest.raises(lowtide.BudgetTooSmall) as caught:

@@ -19,6 +19,7 @@ LowtideError
 `NotApplicable`, `NotEnoughMemory` and `UsageError` are defined in the code that raises them.
 """
 
+import errno
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -136,3 +137,31 @@ class BudgetTooSmall(LowtideError):
         self.args = (self._cause,)
         for line in (*lines, *([self.remedy] if self.remedy else [])):
             self.add_note(line)
+
+
+NO_MEMORY_LEFT = (
+    "DefaultCPUAllocator",
+    "out of memory",
+    "Cannot allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "std::bad_alloc",
+)
+"""Parts of the texts of errors of other types: of torch's allocator on a CPU, of drivers, of libraries."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator, Python or the system had no memory left: the error itself, or what caused it.
+
+    Recognized by the name of its type, since torch is not imported for it.
+    """
+    at: BaseException | None = error
+    while at is not None:
+        kinds = {kind.__name__ for kind in type(at).__mro__} | {getattr(at, "kind", "")}
+        if kinds & {"OutOfMemoryError", "MemoryError"}:
+            return True
+        if isinstance(at, OSError) and at.errno == errno.ENOMEM:
+            return True
+        if isinstance(at, RuntimeError | LowtideError) and any(words in str(at) for words in NO_MEMORY_LEFT):
+            return True
+        at = at.__cause__
+    return False

@@ -28,6 +28,7 @@ from lowtide.planning.repeated_calls import step_of_calls
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.planning.simulate import Timeline
 from lowtide.planning.variants import with_priced_fetches
+from lowtide.stage_log import without_warnings
 
 UNKNOWN_STORE = TransferSpeed(
     store="disk:FOLDER", write_bytes_per_second=1e9, read_bytes_per_second=1e9, latency_seconds=1e-4
@@ -174,7 +175,8 @@ class LeverSearch:
             values |= dict(change.optimizer)
         try:
             optimizers = [_with_options(each, values) for each in self._again.optimizers] if values else None
-            captured = self._again(settings, optimizers=optimizers)
+            with without_warnings():  # the capture itself has given them
+                captured = self._again(settings, optimizers=optimizers)
         except (LowtideError, RuntimeError) as error:  # torch refuses `fused` for some parameters
             logger.debug("no lever: %s: %s", ", ".join(change.keyword for change in changes), error)
             return []

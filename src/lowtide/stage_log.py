@@ -19,7 +19,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -72,6 +73,20 @@ def _is_handled() -> bool:
 
 if not any(isinstance(handler, _LastResort) for handler in logger.handlers):
     logger.addHandler(_LastResort(logging.WARNING))
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Log no warning inside of the block, for work that is done again."""
+
+    def is_lower(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING
+
+    logger.addFilter(is_lower)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_lower)
 
 
 def stage(

@@ -1,6 +1,7 @@
 """An out-of-memory error gets a paragraph about what would fit, and nothing else changes."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
+from lowtide.errors import CaptureError, is_out_of_memory
+from lowtide.experiments import out_of_memory
 from lowtide.experiments.out_of_memory import (
     LastCall,
-    is_out_of_memory,
     largest_modules,
     live_by_path,
     remember,
@@ -73,6 +75,32 @@ def test_the_largest_batch_is_named_where_no_plan_fits(figures):
 def test_a_step_that_fits_alone_is_told_so(figures):
     note = train_until(RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1 << 34)
     assert "The step alone fits" in note
+
+
+def test_what_the_failed_step_holds_is_freed_where_a_trace_finds_no_memory(monkeypatch):
+    held: list[weakref.ref] = []
+    alive: list[bool] = []
+
+    def of_step(*_):
+        alive.append(held[0]() is not None)
+        if len(alive) == 1:
+            raise CaptureError("the model cannot be captured") from MemoryError()
+        return "a plan fits"
+
+    def forward() -> None:
+        activations = torch.zeros(10)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(out_of_memory, "_of_step", of_step)
+    model = Net()
+    with (
+        pytest.raises(torch.OutOfMemoryError) as raised,
+        lowtide.explain_out_of_memory(model, budget=1 << 30),
+    ):
+        model(torch.randn(2, 32))
+        forward()
+    assert alive == [True, False] and raised.value.__notes__ == ["lowtide: a plan fits"]
 
 
 def test_other_errors_are_left_alone():

@@ -4,6 +4,7 @@ import pytest
 
 from lowtide.errors import LowtideError
 from lowtide.facts import auto_budget as module
+from lowtide.facts import host_memory as host_memory_module
 from lowtide.facts.auto_budget import FreeMemory, auto_budget, gpu_budget, host_memory
 from lowtide.facts.gpus import GPUS
 from lowtide.facts.sizes import check_budget, is_auto, parse_size, split_reserved
@@ -73,3 +74,15 @@ def test_how_it_is_written(asked, of_reserved):
     text = auto_budget([memory(20)]).text(asked)
     assert split_reserved(text)[1] is of_reserved and parse_size(split_reserved(text)[0]) == 18 * GIB
     assert not any(map(is_auto, ("automatic", "8GiB", 8, "")))
+
+
+@pytest.mark.parametrize("number", range(len(host_memory_module.LIMITS)))
+def test_a_limit_of_the_process_is_less_than_the_machine_has(number, monkeypatch):
+    limit, field = host_memory_module.LIMITS[number]
+    used = host_memory_module.status_bytes(field)
+    if used is None:
+        pytest.skip("the system does not tell what a process takes")
+    limits = {limit: (used + 100 * (1 << 20), -1)}
+    monkeypatch.setattr(host_memory_module.resource, "getrlimit", lambda which: limits.get(which, (-1, -1)))
+    (left,) = host_memory_module.left_to_process()
+    assert 0 <= left < 200 << 20 and host_memory_module.host_bytes() < 200 << 20

@@ -31,7 +31,7 @@ from lowtide.report.html import render_report
 from lowtide.report.module_summary import RECOMPUTED, by_module, fate_of, module_lines, pattern_of
 from lowtide.report.page_packing import pack_integers, script_json
 from lowtide.report.payload import made_index, with_made
-from lowtide.report.results import Environment, SweepStatus
+from lowtide.report.results import Environment, SweepStatus, TradeoffPoint
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'<!--"
 
@@ -239,14 +239,34 @@ def noisy(measurement, *, noise):
     [
         (None, "+5.0 %", "measured; "),
         (0.04, "+5.0 %", "measured ± 4.0 points; "),
-        (0.06, "too noisy to tell", "measured +5.0 % (noise: ± 6.0 %)"),
+        (
+            0.06,
+            "simulated",
+            "simulated; the machine was too busy to measure it: +5.0 % (noise: ± 6.0 %)",
+        ),
     ],
 )
 def test_the_time_added_says_when_it_is_noise(case, noise, value, note):
     found = noisy(case.measurement, noise=noise)
     tile = next(tile for tile in plan_tiles(case.solution, found) if tile.label == "Time added")
-    assert tile.value == value and tile.note.startswith(note)
+    simulated = style.percent(case.solution.overhead)
+    assert tile.value == (simulated if value == "simulated" else value) and tile.note.startswith(note)
     assert style.HOW_TIMED in render(case, measurement=found)
+
+
+def test_a_measured_time_that_is_noise_is_no_ring_of_the_curve(case):
+    point = TradeoffPoint(
+        peak_bytes=90,
+        recompute_seconds=0.1,
+        measured_peak_bytes=91,
+        measured_overhead=0.06,
+        measured_noise=0.01,
+    )
+    assert style.measured_place(point) == (91, 0.06)
+    assert style.measured_place(replace(point, measured_noise=0.7)) is None
+    assert style.measured_place(replace(point, measured_overhead=None)) is None
+    assert "rings are measured" in render(case, tradeoff=[point])
+    assert "rings are measured" not in render(case, tradeoff=[replace(point, measured_noise=0.7)])
 
 
 def test_little_time_added_is_told_where_the_noise_is_small(case):

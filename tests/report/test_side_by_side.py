@@ -7,6 +7,7 @@ import pytest
 from report_cases import ENVIRONMENT, make_case, measurement_of
 
 from lowtide.facts import Action
+from lowtide.planning.schedules import eager_timeline
 from lowtide.report.diff_page import render_diff
 from lowtide.report.side_by_side import (
     ComparedRun,
@@ -93,3 +94,11 @@ def test_the_page_has_both_timelines_and_one_baseline_of_one_step(case, planned)
     assert labels == ["A, baseline", "A, with the plan", "B, with the plan"]
     assert len(data["budgets"]) == 2 and "&lt;/script&gt;" in text
     assert render_diff(planned, planned, environment=ENVIRONMENT).count("every activation alike") == 1
+
+
+def test_the_step_time_of_a_profile_is_that_of_its_baseline(case):
+    """Ops that only some plans run, such as chunks, are no part of the baseline."""
+    extra = replace(case.step.nodes[-1], name="extra", rank=len(case.step.nodes), on_demand=True, seconds=9.0)
+    step = replace(case.step, nodes=(*case.step.nodes, extra))
+    figures = ComparedRun(name="a", step=step).figures
+    assert figures["step_seconds"] == eager_timeline(step).seconds < 9

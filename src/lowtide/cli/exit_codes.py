@@ -4,7 +4,7 @@ from dataclasses import asdict
 from enum import IntEnum
 from typing import Any
 
-from lowtide.errors import BudgetTooSmall, FreshProcessError, LowtideError
+from lowtide.errors import BudgetTooSmall, LowtideError, is_out_of_memory
 from lowtide.experiments.machine import NotEnoughMemory
 from lowtide.facts.sizes import BadSize
 
@@ -31,7 +31,7 @@ def exit_code(error: BaseException) -> Exit:
             return Exit.INTERRUPTED
         case BudgetTooSmall() | NotEnoughMemory():
             return Exit.DOES_NOT_FIT
-        case _ if _is_out_of_memory(error):
+        case _ if is_out_of_memory(error):
             return Exit.DOES_NOT_FIT
         case BadSize() | UsageError():
             return Exit.USAGE
@@ -46,8 +46,9 @@ def one_line(error: BaseException) -> str:
         return text
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if _is_out_of_memory(error):
-        return f"{'. '.join(text.split('. ')[:3])}: try a smaller batch, or end what else is on the device"
+    if is_out_of_memory(error):
+        said = ". ".join(text.split(". ")[:3]).rstrip(".") or "out of memory"
+        return f"{said}: try a smaller batch, or end what else is on the device"
     return f"{type(error).__name__}: {text} (this should not happen; -v shows where)"
 
 
@@ -64,9 +65,3 @@ def error_data(error: BaseException) -> dict[str, Any]:
     if isinstance(error, BudgetTooSmall):
         found["levers"] = [asdict(lever) for lever in error.levers]
     return {"error": found}
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether an accelerator's allocator had no memory left; a command without torch never asks torch."""
-    kind = error.kind if isinstance(error, FreshProcessError) else type(error).__name__
-    return kind == "OutOfMemoryError"

@@ -8,11 +8,13 @@ An out-of-memory error inside of the block gets a paragraph as a note, which Pyt
 what is live at the step's peak by module, and the plan that fits, or the largest batch. Nothing is caught.
 """
 
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lowtide import api, display
-from lowtide.errors import BudgetTooSmall, LowtideError
+from lowtide.errors import BudgetTooSmall, LowtideError, is_out_of_memory
 from lowtide.experiments.fit import Vary, find_fits
 from lowtide.facts import Kind, Step
 from lowtide.facts.auto_budget import auto_budget
@@ -39,8 +41,6 @@ from lowtide.trace.model_call import Arguments, Loss, Optimizers, tensors_in
 from lowtide.units import format_size
 from lowtide.zoo.targets import Target
 
-CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""In the text of the RuntimeError that torch raises where the host's memory ends."""
 NUM_MODULES = 3
 OUTSIDE = "outside of modules"
 
@@ -68,7 +68,8 @@ def explain_out_of_memory(
     except Exception as error:
         if is_out_of_memory(error):
             last.stop()
-            error.add_note(explanation(step, last.arguments(), available_bytes))
+            frames = error.__traceback__
+            error.add_note(explanation(step, last.arguments(), available_bytes, frames=frames))
         raise
     finally:
         last.stop()
@@ -82,14 +83,9 @@ def explainer(model: nn.Module, optimizer: Optimizers | None) -> Callable[[BaseE
 
     def explain(error: BaseException) -> None:
         if is_out_of_memory(error):
-            error.add_note(explanation(step, None, available_bytes))
+            error.add_note(explanation(step, None, available_bytes, frames=error.__traceback__))
 
     return explain
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator, or Python, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +159,18 @@ def _remembered(tensor: Tensor) -> Callable[[], Tensor]:
     return again
 
 
-def explanation(step: MemoryOfStep, batch: Arguments | None, available_bytes: int) -> str:
-    """The paragraph. A failure while it is made is part of it: the error that it explains is what matters."""
+def explanation(
+    step: MemoryOfStep,
+    batch: Arguments | None,
+    available_bytes: int,
+    *,
+    frames: TracebackType | None = None,
+) -> str:
+    """The paragraph. A failure while it is made is part of it: the error that it explains is what matters.
+
+    `frames` are those of the error. Their variables hold what the failed step has made so far; where the
+    memory that is left is too little to trace a step, the frames that have ended lose them.
+    """
     plan = plan_of(step.model)
     try:
         if plan is not None:
@@ -173,9 +179,17 @@ def explanation(step: MemoryOfStep, batch: Arguments | None, available_bytes: in
             return "lowtide: the model was not called before memory ran out, so that its step is unknown"
         with display.shown():
             return "lowtide: " + _of_step(step, batch, available_bytes)
-    except (LowtideError, RuntimeError, MemoryError) as error:
+    except (LowtideError, RuntimeError, MemoryError, OSError) as error:
+        if frames is not None and is_out_of_memory(error):
+            error.__traceback__ = error.__cause__ = None
+            traceback.clear_frames(frames)
+            return explanation(step, batch, available_bytes)
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"lowtide: what would fit could not be found out ({why})"
+        return (
+            f"lowtide: what would fit could not be found out here ({why}). lowtide.profile(model, batch, "
+            "optimizer=optimizer) in a process that has not trained takes far less memory than the step, and "
+            "says it"
+        )
 
 
 def _of_step(step: MemoryOfStep, batch: Arguments, available_bytes: int) -> str:

@@ -1,4 +1,5 @@
-"""Memory of this machine that a process can still take: the kernel's figure, and the limits of containers."""
+"""Memory of this machine that a process can still take: the kernel's figure, and the limits of containers and
+of the process."""
 
 import resource
 import socket
@@ -19,7 +20,7 @@ def host_bytes() -> int | None:
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-    return min([*found, *left_to_containers()], default=None)
+    return min([*found, *left_to_containers(), *left_to_process()], default=None)
 
 
 def resident_bytes() -> int | None:
@@ -57,6 +58,20 @@ def machine_id() -> str:
     """A text that is the same for all processes that share this machine's memory."""
     started = Path("/proc/sys/kernel/random/boot_id")
     return started.read_text().strip() if started.exists() else socket.gethostname()
+
+
+LIMITS = ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+"""Limits of one process (`ulimit -v`, `ulimit -d`), and the kernel's names of what counts towards each."""
+
+
+def left_to_process() -> list[int]:
+    """The bytes below each limit that this process has."""
+    left = []
+    for limit, field in LIMITS:
+        most, used = resource.getrlimit(limit)[0], status_bytes(field)
+        if most != resource.RLIM_INFINITY and used is not None:
+            left.append(max(0, most - used))
+    return left
 
 
 def left_to_containers(groups: Path = CGROUPS, of_process: Path = Path("/proc/self/cgroup")) -> list[int]:

@@ -213,8 +213,8 @@ def _time_added(solution: Solution, measurement: Measurement | None) -> Tile:
         return Tile(label="Time added", value=simulated, note="simulated, recompute over the baseline")
     if is_too_noisy(measurement.overhead, measurement.noise):
         value = added(measurement.overhead, measurement.noise)
-        note = f"measured {value}: the machine was too busy; {simulated} simulated"
-        return Tile(label="Time added", value="too noisy to tell", note=note, tone="warn")
+        note = f"simulated; the machine was too busy to measure it: {value}"
+        return Tile(label="Time added", value=simulated, note=note, tone="warn")
     noise = "" if measurement.noise is None else f" ± {100 * measurement.noise:.1f} points"
     note = f"measured{noise}; {simulated} simulated"
     return Tile(label="Time added", value=percent(measurement.overhead), note=note)

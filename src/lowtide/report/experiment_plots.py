@@ -169,9 +169,9 @@ def plot_tradeoff(
             alpha=0.15, lw=0, label="no plan is below this band (proven)",
         )  # fmt: skip
     measured = [
-        (point.measured_peak_bytes / scale, 100 * point.measured_overhead)
-        for point in ordered
-        if point.measured_peak_bytes is not None and point.measured_overhead is not None
+        (place[0] / scale, 100 * place[1])
+        for place in map(style.measured_place, ordered)
+        if place is not None
     ]
     if measured:
         x, y = zip(*measured, strict=True)

@@ -68,7 +68,9 @@ def render_report(
     plan meets. `plan_file` is the plan's own file,
     for the lines that apply it.
     """
-    baseline_seconds = step_seconds or (solution.step_seconds if solution else step.seconds if step else 0.0)
+    baseline_seconds = step_seconds or (
+        solution.step_seconds if solution else before.seconds if before else 0.0
+    )
     points = with_made(tradeoff, solution, measurement)
     decisions = sorted(solution.decisions, key=_decision_order) if solution else []
     data = page_data(

@@ -44,6 +44,7 @@ def _environment() -> JinjaEnvironment:
         breakable=style.breakable,
         breakable_path=style.breakable_path,
         duration=style.duration,
+        measured_place=style.measured_place,
         noisy=style.is_noisy,
         percent=style.percent,
         size=style.size,

@@ -53,11 +53,11 @@ def _curve(axes: "Axes", curve: PlannerCurve, number: int, *, scale: int, step_s
         [100 * point.recompute_seconds / step_seconds if step_seconds else 0.0 for point in ordered],
         f"-{mark}", color=colour, markersize=4, lw=1.5, label=f"{curve.planner} (simulated)",
     )  # fmt: skip
-    shown = [point for point in ordered if point.measured_overhead is not None and point.measured_peak_bytes]
+    shown = [place for place in map(style.measured_place, ordered) if place is not None]
     if shown:
         axes.plot(
-            [(point.measured_peak_bytes or 0) / scale for point in shown],
-            [100 * (point.measured_overhead or 0.0) for point in shown],
+            [peak_bytes / scale for peak_bytes, _ in shown],
+            [100 * overhead for _, overhead in shown],
             mark, color=colour, markersize=9, markerfacecolor="none", markeredgewidth=1.6,
             label=f"{curve.planner} (measured)",
         )  # fmt: skip

@@ -125,9 +125,7 @@ def _tradeoff(
                 "least": None
                 if point.lower_bound_seconds is None or not step_seconds
                 else point.lower_bound_seconds / step_seconds,
-                "measured": None
-                if point.measured_peak_bytes is None or point.measured_overhead is None
-                else [point.measured_peak_bytes, point.measured_overhead],
+                "measured": style.measured_place(point),
                 "recomputed": pack_integers(sorted(index[name] for name in point.recomputed)),
                 "offloaded": pack_integers(sorted(index[name] for name in point.offloaded)),
             }

@@ -67,7 +67,7 @@ def write_plots(
     if activations:
         figures["activation_sizes"] = plot_activation_sizes(activations)
     if tradeoff:
-        baseline_seconds = step_seconds or (step.seconds if step is not None else 0.0)
+        baseline_seconds = step_seconds or (before.seconds if before is not None else 0.0)
         figures["tradeoff"] = plot_tradeoff(
             tradeoff,
             step_seconds=baseline_seconds,
@@ -80,7 +80,7 @@ def write_plots(
     if any(row.peak_bytes is not None for row in compare):
         figures["methods"] = plot_methods(compare)
     if planners:
-        seconds = step_seconds or (step.seconds if step is not None else 0.0)
+        seconds = step_seconds or (before.seconds if before is not None else 0.0)
         figures["pareto"] = plot_pareto(planners, step_seconds=seconds, measured=compare, budgets=budgets)
     if name:
         for figure in figures.values():

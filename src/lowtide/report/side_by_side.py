@@ -54,7 +54,7 @@ class ComparedRun:
             "peak_bytes": plan.peak_bytes if plan else None,
             "measured_peak_bytes": found.planned.measured_peak_bytes if found else None,
             "floor_bytes": self.floor_bytes,
-            "step_seconds": plan.step_seconds if plan else self.step.seconds if self.step else None,
+            "step_seconds": plan.step_seconds if plan else self._baseline_seconds,
             "overhead": plan.overhead if plan else None,
             "measured_overhead": found.overhead if found else None,
             "noise": found.noise if found else None,
@@ -67,6 +67,10 @@ class ComparedRun:
     @property
     def _baseline_peak_bytes(self) -> int | None:
         return eager_timeline(self.step).peak_bytes if self.step is not None else None
+
+    @property
+    def _baseline_seconds(self) -> float | None:
+        return eager_timeline(self.step).seconds if self.step is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

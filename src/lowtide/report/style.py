@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from lowtide.report.results import TradeoffPoint
+
 STACK = (
     Kind.PARAMETER,
     Kind.OPTIMIZER_STATE,
@@ -140,6 +142,14 @@ def added(share: float | None, noise: float | None) -> str:
     if not is_noisy(share, noise):
         return percent(share)
     return f"{percent(share)} (noise: ± {(noise or 0.0) * 100:.1f} %)"
+
+
+def measured_place(point: "TradeoffPoint") -> tuple[int, float] | None:
+    """The measured peak and time added of a plan; None where unknown, or where the time is mostly noise."""
+    peak_bytes, overhead = point.measured_peak_bytes, point.measured_overhead
+    if peak_bytes is None or overhead is None or is_too_noisy(overhead, point.measured_noise):
+        return None
+    return peak_bytes, overhead
 
 
 def duration(seconds: float | None) -> str:

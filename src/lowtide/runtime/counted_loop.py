@@ -158,7 +158,7 @@ class CountedLoop(Schedules):
         owner = self.loop_owner
         if owner is None:
             return "Pass `loss=` the function that your loop uses, to have it counted from the start"
-        first = f": give Lowtide a {owner.reserve}{more_bytes} for the first step, if that matters"
+        first = f": {owner.how} {owner.reserve}{more_bytes} for the first step, if that matters"
         return f"The {owner.name}'s loss is counted from now on{first if more_bytes else ''}"
 
     def _not_counted(self, loss: LiveLoss) -> int:

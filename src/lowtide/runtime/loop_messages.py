@@ -90,14 +90,15 @@ IN_LOOP_OF_OTHERS = {
 
 
 class LoopOwner(NamedTuple):
-    """Who has the loop where no `loss=` can be given, and how to reserve bytes there."""
+    """Who has the loop where no `loss=` can be given, how to reserve bytes there, and the words before it."""
 
     name: str
     reserve: str
+    how: str
 
 
-TRAINER = LoopOwner("trainer", "reserve=")
-SCRIPT = LoopOwner("script", "--reserve ")
+TRAINER = LoopOwner("trainer", "reserve=", "give Lowtide a")
+SCRIPT = LoopOwner("script", "--reserve ", "add")
 BYPASSED = (
     "the model got gradients, but %s, so that the budget is not kept: call model(...) itself, not "
     "model.forward(...), and not from inside of torch.compile"

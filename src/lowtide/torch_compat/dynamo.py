@@ -331,6 +331,11 @@ def graph_breaks() -> Counter[str]:
     return found
 
 
+def has_compiled() -> bool:
+    """Whether torch.compile has traced any function in this process."""
+    return counters["frames"]["total"] > 0
+
+
 def _one_line(reason: str) -> str:
     """The first line of torch's reason, and the function that a later line names."""
     first = reason.splitlines()[0].rstrip(".")

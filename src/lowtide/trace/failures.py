@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from lowtide.errors import CaptureError, LowtideError
+from lowtide.errors import CaptureError, LowtideError, is_out_of_memory
 from lowtide.facts import Kind
 from lowtide.torch_compat import dispatch, dynamo
 from lowtide.trace.batch_arguments import refuse_other_arguments, refuse_other_loss
@@ -70,6 +70,11 @@ def explained(what: str, *, of_arguments: Callable[[], str] = str) -> Iterator[N
         if isinstance(cause, TypeError) and (wrong := of_arguments()):
             raise CaptureError(wrong) from cause
         said = describe(error)
+        if is_out_of_memory(cause):
+            raise CaptureError(
+                f"memory ran out while {what} was captured ({said}): end what else takes memory, or give "
+                "this process more"
+            ) from cause
         raise CaptureError(f"{what} cannot be captured: {said}. {_hint(what, said)}") from cause
 
 
@@ -86,7 +91,7 @@ def describe(error: BaseException) -> str:
     lines = str(cause).strip().splitlines() or [""]
     where = _user_line(error)
     words = f"{type(cause).__name__} at {where}" if where else type(cause).__name__
-    return f"{words}: {lines[0].rstrip('.')}"
+    return f"{words}: {lines[0].rstrip('.')}" if lines[0] else words
 
 
 def in_plain_words(error: BaseException) -> str:
