@@ -214,6 +214,10 @@ class FileTransfer:
         """The transfer has ended without an error."""
         return self._future.done() and not self._future.cancelled() and self._future.exception() is None
 
+    @property
+    def has_failed(self) -> bool:
+        return self._future.done() and not self.is_done
+
     def drop(self) -> None:
         """Keep none of the value's memory live: it is not needed any more."""
         if self._future.cancel():

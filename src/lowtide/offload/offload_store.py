@@ -28,6 +28,7 @@ from torch import Tensor
 
 from lowtide.errors import StoreError
 from lowtide.facts.plan import OffloadTarget
+from lowtide.torch_compat.autograd_engine import version_of
 
 logger = logging.getLogger("lowtide")
 
@@ -95,11 +96,12 @@ class RestingTransfer(ABC):
 
 class RestingTensor(ABC):
     """A tensor of the user whose bytes are on a store. `name` is for messages; `is_torn`: a write failed, so
-    that its values are no longer those of one step."""
+    that its values are no longer those of one step. `torn_at`: the version of the user's object then."""
 
     layout: Layout
     name: str
     is_torn = False
+    torn_at = -1
     address = 0
     """where the user's object has its bytes while it rests"""
 
@@ -131,8 +133,31 @@ class RestingTensor(ABC):
         """Whether `tensor` still has its bytes here; not where the user gave it others."""
         return tensor.untyped_storage().data_ptr() == self.address
 
+    def note_torn(self, tensor: Tensor) -> None:
+        """A step has failed, which may have torn this tensor, the user's object."""
+        if self.is_torn:
+            self.torn_at = version_of(tensor)
+
+    def look_after(self, tensor: Tensor) -> None:
+        """Whole again where `tensor`, the user's object, was written since it was torn, as by
+        `load_state_dict`."""
+        if self.is_torn and self.torn_at >= 0 and version_of(tensor) != self.torn_at:
+            self.take_as_whole()
+
+    def take_as_whole(self) -> None:
+        """The values on the store are good, or it does not matter what they are."""
+        self.is_torn, self.torn_at = False, -1
+
     def return_to_memory(self, tensor: Tensor, device: torch.device) -> None:
         """Give `tensor` ordinary memory again."""
+        self.look_after(tensor)
+        if self.is_torn:
+            logger.warning(
+                "'%s' was not written whole to the store in an earlier step, and returns to memory as it is: "
+                "load your last checkpoint before you go on",
+                self.name,
+            )
+            self.take_as_whole()
         block = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
         self.start_read(block).wait()
         tensor.data = self.layout.over(block)

@@ -68,6 +68,10 @@ class DiskRestingTensor(RestingTensor):
             if first < end and start < last:
                 writing.wait()
 
+    def take_as_whole(self) -> None:
+        super().take_as_whole()
+        self._writes = [write for write in self._writes if not write[2].has_failed]
+
     def drop_pages(self) -> None:
         self._mapping.madvise(mmap.MADV_DONTNEED)
         self.file.forget_pages(self.start, self.layout.nbytes)
@@ -110,6 +114,10 @@ class _DiskRestingTransfer(RestingTransfer):
     @property
     def is_done(self) -> bool:
         return self._running.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        return self._running.has_failed
 
     def drop(self) -> None:
         self._running.drop()

@@ -3,9 +3,13 @@
 In eager PyTorch, the parameters are still the old ones in between, and the gradients exist. So whatever
 happens to them in between is refused. In a trial (see `step_in_backward`), nothing has changed yet: a refusal
 gives the gradients back, and all is as in eager.
+
+A loop that was interrupted in between may load its last checkpoint, weights and optimizer: no step is awaited
+then.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +39,9 @@ class AwaitedSteps:
     def __init__(self) -> None:
         self._updates: dict[int, list[_Update]] = {}
         self._settings: dict[int, Settings] = {}
+        self._replaced: set[int] = set()
+        """updated parameters of which all values were replaced since, and optimizers whose state was, by
+        identity"""
 
     def __bool__(self) -> bool:
         return bool(self._updates)
@@ -50,7 +57,18 @@ class AwaitedSteps:
         used = UsedGradient.of(parameter)
         used.refused = self.give_back
         parameter.grad = used
-        guard(parameter, name, refused=self.give_back)
+        replaced = partial(self.note_replaced, parameter)
+        guard(parameter, name, refused=self.give_back, replaced=replaced)
+
+    def note_replaced(self, one: Tensor | Optimizer) -> None:
+        """All values of an updated parameter, or all state of an optimizer, are others now. Where nothing is
+        left of the steps that are awaited, they are not awaited any more."""
+        self._replaced.add(id(one))
+        if isinstance(one, Tensor):
+            unguard(one)
+        updates = [id(update.parameter) for updates in self._updates.values() for update in updates]
+        if self._replaced.issuperset((*self._updates, *updates)):
+            self.clear()
 
     def has(self, optimizer: Optimizer) -> bool:
         return id(optimizer) in self._updates
@@ -82,11 +100,23 @@ class AwaitedSteps:
                     f"'{update.name}' changed between backward() and optimizer.step(), but the step in "
                     "backward comes before: change it before backward() or after optimizer.step()"
                 )
-        del self._settings[id(optimizer)]
-        for update in self._updates.pop(id(optimizer)):
-            unguard(update.parameter)
-            if update.gradient is not None:
-                take_step(update.parameter, update.gradient)
+        updates = self._updates[id(optimizer)]
+        try:
+            for update in updates:
+                unguard(update.parameter)
+                if update.gradient is not None:
+                    take_step(update.parameter, update.gradient)
+            self._forget(optimizer)
+        except BaseException:  # an interrupt, say: no parameter stays guarded
+            for update in updates:
+                unguard(update.parameter)
+            self._forget(optimizer)
+            raise
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        self._settings.pop(id(optimizer), None)
+        self._replaced.clear()
+        self._updates.pop(id(optimizer), None)
 
     def give_back(self) -> None:
         """End a trial: the gradients are there as in eager, where the loop has not removed them."""
@@ -103,7 +133,7 @@ class AwaitedSteps:
         """Await nothing."""
         for update in (update for updates in self._updates.values() for update in updates):
             unguard(update.parameter)
-        self._updates, self._settings = {}, {}
+        self._updates, self._settings, self._replaced = {}, {}, set()
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

@@ -63,6 +63,7 @@ class RestingState:
         the user has replaced is laid to rest first."""
         found: dict[Any, RestingTensor] = {}
         if (weight := resting_of(parameter)) is not None and parameter.is_contiguous():
+            weight.look_after(parameter)
             found[WEIGHT] = weight
         if not self.has(parameter) or parameter not in optimizer.state:
             return found
@@ -80,8 +81,18 @@ class RestingState:
             elif value.untyped_storage().nbytes() != value.nbytes:
                 value.data = value.clone()
             resting = self.store.rest(value, self._name(parameter, key))
+        resting.look_after(value)
         self._resting[place] = resting
         return resting
+
+    def note_torn(self, optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+        """A step of these parameters has failed: what it has torn stays so until it has other values."""
+        for parameter in parameters:
+            values = optimizer.state[parameter].values() if parameter in optimizer.state else ()
+            for value in (parameter, *(each for each in values if isinstance(each, Tensor))):
+                resting = resting_of(value)
+                if resting is not None:
+                    resting.note_torn(value)
 
     def make(self, optimizer: Optimizer, parameter: Tensor, key: Any, dtype: torch.dtype) -> Tensor:
         """State of a whole parameter that rests from the start."""

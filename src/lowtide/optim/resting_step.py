@@ -1,7 +1,8 @@
 """The optimizer's step in chunks whose state is read from a store and written back.
 
 An exception, Ctrl-C too, leaves what eager leaves: the state of a chunk is written as the optimizer's code
-left it. Where that is impossible, the tensor is torn, and the next step is refused.
+left it, and where writing it is what was interrupted, right after. Where that is impossible, as on a full
+disk, the tensor is torn: the next step is refused until the tensor has other values, as of a checkpoint.
 """
 
 import logging
@@ -113,6 +114,8 @@ class RestingStep:
             running.take(parts, size=chunk_bytes)
         except BaseException:
             running.end_early()
+            for part in parts:
+                self.state.note_torn(optimizer, part.parameters)
             if running.done:
                 logger.warning(
                     "optimizer.step() ended early, when %d of its %d chunks were done: load your last "
@@ -131,6 +134,8 @@ class _Running:
         self.done = 0
         self._ahead: Blocks = []
         self._writes: Writes = []
+        self._at_work: list[StateBlock] = []
+        """blocks that the optimizer's code may have changed, until their write begins"""
         self._rows: RowSteps | None = None
 
     def take(self, parts: list[ChunkPart], *, size: int) -> None:
@@ -154,10 +159,16 @@ class _Running:
         self._finish_writes(len(self._writes))
 
     def end_early(self) -> None:
-        """Drop what is read, and let all writes end; one that fails marks its tensor as torn."""
+        """Drop what is read, write what the optimizer's code has changed, and let all writes end; one that
+        fails marks its tensor as torn."""
         for _, _, block in self._ahead:
             block.reading.drop()
         self._ahead = []
+        for block in list(self._at_work):
+            try:
+                self._begin_write(block)
+            except StoreError:  # the error that ended the step is raised
+                continue
         for transfer, _ in self._writes:
             try:
                 transfer.wait()
@@ -206,7 +217,7 @@ class _Running:
             else:
                 own.append(self.optimizer.state[parameter][key])
                 self.optimizer.state[parameter][key] = at_work
-            block.resting.is_torn = True  # until the write has begun
+        self._begin_work(blocks)
         try:
             step_for(self.optimizer, part.parameters)
         finally:
@@ -222,7 +233,7 @@ class _Running:
                         self.optimizer.state[parameter][key] = at_rest
                     self._write(block, at_work, value)
                 else:  # the optimizer's code has put something else there
-                    block.resting.is_torn = False
+                    self._end_work(block)
         for parameter in part.parameters:
             self.state.of(self.optimizer, parameter)  # what a first step has made
 
@@ -232,8 +243,7 @@ class _Running:
         steps, some = self._rows, parameter.detach()[part]
         rows = {key: rows_over(block, some) for _, key, block in blocks}
         weight = rows.pop(WEIGHT, None)
-        for _, _, block in blocks:
-            block.resting.is_torn = True  # until the write has begun
+        self._begin_work(blocks)
         found: dict[Any, Tensor] = {}
         try:
             found = steps.take(part, rows, weight=weight)
@@ -257,12 +267,25 @@ class _Running:
     def _write(self, block: StateBlock, own: Tensor, value: Tensor) -> None:
         if storage_key(value) != storage_key(own):
             own.copy_(value)
+        self._begin_write(block)
+
+    def _begin_work(self, blocks: Blocks) -> None:
+        self._at_work = [block for _, _, block in blocks]
+        for block in self._at_work:
+            block.resting.is_torn = True  # until the write has begun
+
+    def _begin_write(self, block: StateBlock) -> None:
         try:
             block.resting.is_torn = False
             self._writes.append((block.resting.start_write(block.block, block.start), block))
         except BaseException:
             block.resting.is_torn = True
             raise
+        self._end_work(block)
+
+    def _end_work(self, block: StateBlock) -> None:
+        block.resting.is_torn = False
+        self._at_work = [other for other in self._at_work if other is not block]
 
     def _finish_writes(self, number: int) -> None:
         """Wait for the first writes, and free their blocks one by one."""

@@ -199,6 +199,23 @@ def _only(optimizer: Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
         optimizer.param_groups = groups
 
 
+@contextmanager
+def settings_return(optimizer: Optimizer) -> Iterator[None]:
+    """The context of a step in chunks, of which each changes the optimizer's groups and state for a while. An
+    interrupt can come while a chunk puts them back: then they are put back here."""
+    groups, every = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    try:
+        yield
+    except BaseException:
+        optimizer.param_groups = groups
+        for group, own in zip(groups, every, strict=True):
+            group["params"] = own
+        known = {id(parameter) for own in every for parameter in own}
+        for key in [key for key in optimizer.state if isinstance(key, Tensor) and id(key) not in known]:
+            del optimizer.state[key]
+        raise
+
+
 class SplitStep:
     """Splits `optimizer.step()` of the user's loop into chunks, from `open` to `close`.
 
@@ -247,7 +264,7 @@ class SplitStep:
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Arguments | None:
         arguments: Arguments | None = None
-        if self._is_stepping or id(optimizer) in self._grads:
+        if self._is_stepping or self._is_inside(optimizer):
             self._nested += 1
             return None
         # a later hook may still change gradients
@@ -260,19 +277,35 @@ class SplitStep:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         take = take_step if self.resting is None else self.resting.take
         self._is_stepping, self._nested = True, 0
+        grads = [(p, p.grad) for p in parameters if p.grad is not None]
         try:
-            take(
-                optimizer,
-                parameters,
-                within_parameters=self.within_parameters,
-                chunk_bytes=self.chunk_bytes,
-            )
-        finally:
+            with settings_return(optimizer):
+                take(
+                    optimizer,
+                    parameters,
+                    within_parameters=self.within_parameters,
+                    chunk_bytes=self.chunk_bytes,
+                )
             self._is_stepping, self._nested = False, 0
-        self._grads[id(optimizer)] = [(p, p.grad) for p in parameters if p.grad is not None]
-        for parameter in parameters:
-            parameter.grad = None
+            self._grads[id(optimizer)] = grads
+            for parameter in parameters:
+                parameter.grad = None
+        except BaseException:
+            self._is_stepping, self._nested = False, 0
+            self._grads.pop(id(optimizer), None)
+            for parameter, grad in grads:
+                parameter.grad = grad
+            raise
         return arguments
+
+    def _is_inside(self, optimizer: Optimizer) -> bool:
+        """Whether a step that found no gradients is running. One that was interrupted has left its gradients
+        here, and the loop has made others since."""
+        grads = self._grads.get(id(optimizer))
+        if grads is not None and any(parameter.grad is not None for parameter, _ in grads):
+            del self._grads[id(optimizer)]
+            return False
+        return grads is not None
 
     def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._nested:

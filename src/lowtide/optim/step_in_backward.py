@@ -27,7 +27,7 @@ from lowtide.errors import Unsupported
 from lowtide.optim.awaited_step import AwaitedSteps, settings_of
 from lowtide.optim.joined_optimizers import Arguments, has_arguments, run_closure
 from lowtide.optim.resting_step import RESTING_CHUNK_BYTES, RestingStep
-from lowtide.optim.split_step import take_step
+from lowtide.optim.split_step import settings_return, take_step
 from lowtide.optim.updated_parameter import LEAVE_OUT, UsedGradient, is_zero
 from lowtide.torch_compat.autograd_engine import (
     BackwardCall,
@@ -112,6 +112,7 @@ class StepInBackward:
             self._first_hooks[id(optimizer)] = optimizer.register_step_pre_hook(self._before_step)
             self._hooks.append(optimizer.register_step_post_hook(self._after_step))
             self._hooks.append(optimizer.register_state_dict_pre_hook(self._before_saving))
+            self._hooks.append(optimizer.register_load_state_dict_post_hook(self.awaited.note_replaced))
         if self.resting is not None:
             self._hooks += self.resting.open(self.optimizers)
         self._release.close()
@@ -233,12 +234,13 @@ class StepInBackward:
         parameter.grad = gradient
         owner, within = self.owner[id(parameter)], self.within_parameters
         try:
-            if self.resting is not None and self.resting.state.has(parameter):
-                self.resting.take(
-                    owner, [parameter], within_parameters=within, chunk_bytes=RESTING_CHUNK_BYTES
-                )
-            else:
-                take_step(owner, [parameter], within_parameters=within)
+            with settings_return(owner):
+                if self.resting is not None and self.resting.state.has(parameter):
+                    self.resting.take(
+                        owner, [parameter], within_parameters=within, chunk_bytes=RESTING_CHUNK_BYTES
+                    )
+                else:
+                    take_step(owner, [parameter], within_parameters=within)
         finally:
             parameter.grad = UsedGradient.of(parameter)
 

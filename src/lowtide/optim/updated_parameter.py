@@ -28,10 +28,12 @@ GUARD = "_lowtide_guard"
 
 
 class _Guard(NamedTuple):
-    """The name of an updated parameter; `refused` is called when a read or change of it is refused."""
+    """The name of an updated parameter; `refused` is called when a read or change of it is refused, and
+    `replaced` when all of its values were."""
 
     name: str
     refused: Callable[[], None]
+    replaced: Callable[[], None]
 
 
 def _nothing() -> None:
@@ -141,6 +143,12 @@ class _Updated:
                 return func(*args, **(kwargs or {}))
         own = next(tensor for tensor in iter_tensors((args, kwargs or {})) if isinstance(tensor, _Updated))
         found = _guard_of(own)
+        if name == "copy_" and args[0] is own and not any(isinstance(each, _Updated) for each in args[1:]):
+            # as `load_state_dict` does: which values were there before does not matter any more
+            with torch_function_off():
+                result = func(*args, **(kwargs or {}))
+            found.replaced()
+            return result
         found.refused()
         raise Unsupported(
             f"{name} reads or changes '{found.name}' between backward() and "
@@ -159,9 +167,16 @@ PLAIN = {
 """More functions that read no values of a parameter."""
 
 
-def guard(parameter: Tensor, name: str, *, refused: Callable[[], None] = _nothing) -> None:
-    """Refuse reads and changes of an updated parameter until `unguard`. The object stays the same."""
-    vars(parameter)[GUARD] = _Guard(name, refused)
+def guard(
+    parameter: Tensor,
+    name: str,
+    *,
+    refused: Callable[[], None] = _nothing,
+    replaced: Callable[[], None] = _nothing,
+) -> None:
+    """Refuse reads and changes of an updated parameter until `unguard`, but for a copy of other values over
+    all of it. The object stays the same."""
+    vars(parameter)[GUARD] = _Guard(name, refused, replaced)
     parameter.__class__ = _updated(type(parameter))
 
 

@@ -2,7 +2,8 @@
 
     open      every weight of the plan is written to the store, and its memory is free
     a call    graphs fetch weights; the user's own code reads and writes them as ever
-    refresh   a weight that the user gave other memory since (`weight.data = other`) is laid to rest again
+    refresh   a weight that the user gave other memory since (`weight.data = other`) is laid to rest again,
+              and one that a failed write has torn may be read where the user wrote other values since
     close     every weight is back in memory
 
 The user's tensors stay the same objects. Where something fails halfway, those laid to rest so far return.
@@ -60,6 +61,7 @@ class RestingWeights:
             tensor = _tensor(module, attribute)
             if not self._resting[name].is_of(tensor):
                 self._lay(name, tensor)
+            self._resting[name].look_after(tensor)
         for name, resting in self._resting.items():
             if self._is_read_outside or name in self._written:
                 resting.drop_pages()
