@@ -117,7 +117,7 @@ class Runner:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay
         self.backend = Backend(
-            self._schedule_of,
+            self._schedules_of,
             origins=self._origins,
             executor=executor,
             updates=updates,
@@ -325,7 +325,7 @@ class Runner:
             self._run_eagerly(args, kwargs)
             raise
 
-    def _schedule_of(self, segment: Segment, is_whole: bool) -> GraphSchedule:
+    def _schedules_of(self, segment: Segment, is_whole: bool) -> tuple[GraphSchedule, ...]:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
             raise LowtideError(
                 "fully_shard was called on this model after its plan was applied: shard first, then plan "
@@ -343,7 +343,7 @@ class Runner:
             saved_bytes=self.observer.saved_bytes,
             batch_bytes=_nbytes(self._batch),
         )
-        return self.schedules.schedule_of(segment, so_far)
+        return self.schedules.schedules_of(segment, so_far)
 
     def _is_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a backward pass through this call has anything to do."""
