@@ -43,22 +43,24 @@ REST = "the rest of the step"
 def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
     """The forward and backward pass of one graph, with `rest_bytes` in between for all other graphs.
 
-    An input from another graph is live from its first to its last read. Static storages count no bytes.
+    An input from another graph is live from its first to its last read; two that share a storage, as long as
+    one of them is read. Static storages count no bytes.
     """
     own = [node for node in step.nodes if node.segment == segment and node.region is not Region.OPTIMIZER]
     num_forward = sum(node.region is Region.FORWARD for node in own)
     rank = {node.rank: place + (place >= num_forward) for place, node in enumerate(own)}
     storages = tuple(replace(s, nbytes=0) if s.static else s for s in step.storages)
-    made: set[int] = set()
+    maker: dict[int, int] = {}
     nodes: list[Node] = []
     for node in own:
         if len(nodes) == num_forward:
             nodes.append(_rest(num_forward, len(storages)))
         reads = tuple(rank[read] for read in node.reads if read in rank)
         found = {s for read in reads for s in nodes[read].holds}
-        arrives = tuple(s for s in node.holds if s not in found and s not in node.makes and s not in made)
-        makes = (*node.makes, *arrives)
-        made.update(makes)
+        others = [s for s in node.holds if s not in found and s not in node.makes]
+        makes = (*node.makes, *(s for s in others if s not in maker))
+        reads = (*reads, *dict.fromkeys(maker[s] for s in others if s in maker))
+        maker.update(dict.fromkeys(makes, rank[node.rank]))
         nodes.append(
             replace(
                 node,
