@@ -43,6 +43,7 @@ from lowtide.verification.measure_step import Measured, autocast_here, measure_h
 from lowtide.verification.measure_step import measure_step as measure_target
 from lowtide.verification.verify_plan import Verification, measure_plan
 from lowtide.verification.verify_plan import verify as verify_target
+from lowtide.verification.verify_sharded import verify_sharded
 from lowtide.zoo.targets import Target
 
 MODES = ("ops", "run")
@@ -350,6 +351,7 @@ def verify(
     optimizer: Optimizers | None = None,
     loss: Loss | None = None,
     timed_runs: int | None = None,
+    process_group: ProcessGroup | None = None,
 ) -> Verification:
     """Compare training with and without `plan` to the last bit, and measure both peaks and times.
 
@@ -357,6 +359,10 @@ def verify(
     another process, copies in this one are used and `fresh_process` is False. Of a DistributedDataParallel
     the model inside is verified, in one process and without buckets. Called inside of a block of autocast,
     every forward pass that is compared runs in such a block.
+
+    A model that is divided among processes (`fully_shard`, `parallelize_module`) trains here, since it can be
+    neither copied nor sent, and has its state back afterwards. Every process has to call this, and gets the
+    verdict of all: a difference on one of them is a difference, and the highest peak counts.
 
     Args:
         model: The module that was profiled.
@@ -366,9 +372,14 @@ def verify(
         loss: That of the step, as for `profile`.
         timed_runs: An exact number of steps to time, in turn without and with the plan; 0 for none. Without
             it, steps are timed until the noise of the time added is below two points or half a minute is
-            spent.
+            spent; for a model that is divided among processes, five times each.
+        process_group: The processes of a divided model, as for `profile`.
     """
     _check_one_call(plan)
+    if is_divided(model):
+        group = ranks_of(model, process_group)
+        with _without_plan(model, batch, optimizer, loss) as target:
+            return verify_sharded(target, plan, ranks=group, timed_runs=timed_runs)
     with _copyable(model, batch, optimizer, loss) as target:
         return verify_target(target, plan, timed_runs=timed_runs)
 
@@ -423,12 +434,21 @@ def _copyable(
     model: nn.Module, batch: Any, optimizer: Optimizers | None, loss: Loss | None
 ) -> Iterator[Target]:
     """The target without its plan, for fresh processes; afterwards the model has its plan again."""
-    model = ddp.unwrapped(model)
     if is_divided(model):
         raise LowtideError(
-            "a sharded model cannot be copied into a fresh process: verify the model before fully_shard or "
-            "parallelize_module, or train the sharded one with and without its plan and compare"
+            "a sharded model cannot be copied into a fresh process, where a step is measured: "
+            "lowtide.verify(model, batch, plan) measures it here, with and without a plan"
         )
+    with _without_plan(model, batch, optimizer, loss) as target:
+        yield target
+
+
+@contextmanager
+def _without_plan(
+    model: nn.Module, batch: Any, optimizer: Optimizers | None, loss: Loss | None
+) -> Iterator[Target]:
+    """The target without its plan; afterwards the model has its plan again."""
+    model = ddp.unwrapped(model)
     refuse_other_arguments(model, *split_batch(batch))
     applied, device = runner_of(model), device_of(model, batch)
     target = Target(

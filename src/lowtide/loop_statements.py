@@ -155,14 +155,19 @@ class LoopStatements:
         ddp.check(model)
 
     def _check_calls(self, model: nn.Module) -> None:
-        """Refuse a number of calls that is none, and what is not planned for several calls."""
+        """Refuse a number of calls that is none, and what is not planned for several calls.
+
+        Stages of one pipeline are alike, also one with a single micro-batch in flight.
+        """
         if type(self.calls) is not int or self.calls < 1:
             raise LowtideError(
                 f"calls={self.calls!r} is no number of calls: give how often a step calls the model before "
                 "its first backward pass, 1 or more"
             )
-        if self.calls == 1:
+        if self.calls == 1 and self.stage is None:
             return
+        given = f"calls={self.calls}" if self.stage is None else "a stage of a pipeline"
+        option = "calls" if self.stage is None else "pipeline"
         others = {
             "step_in_backward": self.step_in_backward,
             "offload": self.offload_to is not None,
@@ -170,8 +175,8 @@ class LoopStatements:
         }
         for name in (name for name, is_given in others.items() if is_given):
             raise LowtideError(
-                f"{name} is planned for a backward pass after each call of the model, not for calls="
-                f"{self.calls}: leave {name} or calls out"
+                f"{name} is planned for a backward pass after each call of the model, not for {given}: leave "
+                f"{name} or {option} out"
             )
         if units_of(model):
             raise LowtideError(

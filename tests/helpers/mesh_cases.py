@@ -29,7 +29,10 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import lowtide
+from lowtide.runtime.runner import runner_of
+from lowtide.torch_compat.dispatch import iter_tensors, local
 from lowtide.verification.measure_step import peak_above_start, static_bytes
+from lowtide.verification.trained_steps import Start
 
 WORDS, HEADS = 96, 4
 ROWS, LENGTH = 4, 32
@@ -424,10 +427,9 @@ def refusals(rank: int) -> dict[str, str]:
     warnings.simplefilter("ignore")
     case = build(rank, "sequence", blocks=1)
     known: dict[str, Any] = {"optimizer": case.optimizer, "loss": case.loss}
-    profile = lowtide.profile(case.model, case.tokens, **known)
     attempts: dict[str, Callable[[], object]] = {
         "run": lambda: lowtide.profile(case.model, case.tokens, mode="run", **known),
-        "verify": lambda: lowtide.verify(case.model, case.tokens, profile.plan("100%")),
+        "measure": lambda: lowtide.measure_step(case.model, case.tokens, **known),
         "simulated": lambda: lowtide.profile(case.model, case.tokens, ranks=4),
         "in backward": lambda: lowtide.profile(case.model, case.tokens, step_in_backward=True, **known),
         "other gradient": lambda: _with_other_gradient(rank),
@@ -440,6 +442,36 @@ def refusals(rank: int) -> dict[str, str]:
         except lowtide.LowtideError as error:
             said[name] = str(error)
     return said
+
+
+def verified(rank: int) -> dict[str, Any]:
+    """Verifications of a plan by all processes, also where rank 1 trains with other weights by the plan; and
+    what they leave behind."""
+    warnings.simplefilter("ignore")
+    case = build(rank, "fsdp and tensor", blocks=1)
+    known: dict[str, Any] = {"optimizer": case.optimizer, "loss": case.loss}
+    case.step()
+    case.optimizer.step()
+    profile = lowtide.profile(case.model, case.tokens, **known)
+    plan = profile.plan(profile.floor_bytes)
+    state = [case.model.state_dict(), case.optimizer.state_dict(), [p.grad for p in case.model.parameters()]]
+    before = [part.clone() for part in map(local, iter_tensors(state))]
+    results = [lowtide.verify(case.model, case.tokens, plan, timed_runs=0, **known)]
+    if rank == 1:
+        plain = Start.restore
+
+        def restore(start: Start) -> None:
+            plain(start)
+            if runner_of(case.model) is not None:
+                local(next(case.model.parameters())).data.add_(0.01)
+
+        Start.restore = restore  # type: ignore[method-assign]
+    results.append(lowtide.verify(case.model, case.tokens, plan, timed_runs=0, **known))
+    state = [case.model.state_dict(), case.optimizer.state_dict(), [p.grad for p in case.model.parameters()]]
+    return {
+        "results": [(found.exact, found.fits, found.differences[:1]) for found in results],
+        "as before": all(map(torch.equal, before, map(local, iter_tensors(state)))),
+    }
 
 
 def _divided_later() -> None:

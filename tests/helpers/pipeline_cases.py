@@ -69,6 +69,15 @@ class Pipeline:
         for optimizer in self.optimizers:
             optimizer.step()
 
+    def evaluate(self) -> Tensor | None:
+        """The output of an evaluation, on the process that has the last stage."""
+        args = [self.inputs] if self.stages[0].is_first else []
+        is_last = any(stage.is_last for stage in self.stages)
+        output = self.schedule.eval(
+            *args, **({"target": self.targets, "losses": self.losses} if is_last else {})
+        )
+        return None if output is None else output.detach().clone()
+
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -178,7 +187,7 @@ def compared(rank: int, *, name: str, share: float = 0.3) -> dict[str, Any]:
     stages = plan_stages(planned, share)
     different: list[str] = []
     number = 0
-    for _ in range(2):
+    for step in range(2):
         for made in (plain, planned):
             made.losses.clear()
             made.zero_grad()
@@ -186,6 +195,9 @@ def compared(rank: int, *, name: str, share: float = 0.3) -> dict[str, Any]:
         one, other = plain.state(), planned.state()
         number += len(one)
         different += [key for key in one if not torch.equal(one[key], other[key])]
+        if name in SINGLE and not step:  # torch makes buffers for gradients anew after an evaluation
+            outputs = [made.evaluate() for made in (plain, planned)]
+            different += [] if outputs[0] is None or torch.equal(*outputs) else ["evaluation"]
     found = {"plain": plain.measured(), "planned": planned.measured()}
     return {"stages": stages, "different": different, "compared": number, "said": said.words, **found}
 

@@ -67,6 +67,7 @@ def others() -> dict[str, Any]:
     groups = {
         "reused": Group("mesh_cases:reused"),
         "refusals": Group("mesh_cases:refusals"),
+        "verified": Group("mesh_cases:verified"),
         "killed": Group("mesh_cases:ends_in_a_step", {"axis": "sequence"}),
     }
     return run_ranks(groups)
@@ -85,11 +86,22 @@ def test_what_cannot_work_is_refused_with_the_next_step(others):
         assert rank.error == ""
         said = rank.value
         assert "mode 'ops'" in said["run"]
-        assert "or parallelize_module" in said["verify"]
+        assert "lowtide.verify(model, batch, plan) measures it here" in said["measure"]
         assert "leave `ranks` and `shard` out" in said["simulated"]
         assert "leave it out" in said["in backward"]
         assert "let the model return ordinary tensors" in said["other gradient"]
         assert "divide first, then plan" in said["divided later"]
+
+
+@pytest.mark.long
+def test_all_processes_verify_a_plan_together(others):
+    """A difference on one of them is one for all, and the model is as before."""
+    for rank in others["verified"]:
+        assert rank.error == ""
+        (exact, fits, different), (also_exact, _, differs) = rank.value["results"]
+        assert exact and fits and different == ()
+        assert not also_exact and differs[0].startswith("rank ")
+        assert rank.value["as before"]
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """Micro-batches in flight, from the actions of a schedule."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,3 +55,11 @@ def test_a_model_that_is_no_stage_is_refused() -> None:
     with pytest.raises(lowtide.LowtideError, match="leave calls out"):
         lowtide.profile(stage.submod, torch.ones(1, 1), pipeline=schedule, calls=2)
     assert lowtide.profile(stage.submod, torch.ones(1, 1), pipeline=schedule).step.pipeline
+
+
+def test_what_no_stage_can_have_is_refused_where_one_microbatch_is_in_flight_too(tmp_path: Path) -> None:
+    order = {0: [_Action.from_str("0F0"), _Action.from_str("0B0")]}
+    stage = SimpleNamespace(submod=nn.Linear(1, 1), stage_index=0, is_first=True, is_last=True)
+    schedule = SimpleNamespace(pipeline_order=order, _stage=stage, _n_microbatches=1)
+    with pytest.raises(lowtide.LowtideError, match="a stage of a pipeline: leave offload or pipeline out"):
+        lowtide.profile(stage.submod, torch.ones(1, 1), pipeline=schedule, offload=f"disk:{tmp_path}")

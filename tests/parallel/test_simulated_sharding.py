@@ -10,6 +10,7 @@ from torch import nn
 
 import lowtide
 from lowtide.parallel.simulated_sharding import blocks_of, simulate_sharding
+from lowtide.planning import repeated_graphs
 from lowtide.torch_compat.dispatch import FakeTensorMode
 from lowtide.trace.trace_model import trace
 
@@ -31,13 +32,23 @@ def test_more_processes_hold_less_each():
     assert static[1] < 0.5 * static[0]
 
 
-def test_a_plan_on_paper_keeps_its_budget_and_treats_equal_blocks_alike():
+def test_a_plan_on_paper_keeps_its_budget_and_uses_it_up_block_by_block(monkeypatch):
     profile = _profile(ranks=8)
-    plan = profile.plan((profile.floor_bytes + profile.peak_bytes) // 2)
-    assert plan.peak_bytes <= plan.budget_bytes
-    assert plan.recompute_seconds > 0
-    blocks = [graph.schedule for graph in plan.solution.graphs if graph.in_model][1:-1]
-    assert len(blocks) == 3 and len(set(blocks)) == 1
+    low, high = profile.floor_bytes, profile.peak_bytes
+    plans = [profile.plan(low + (high - low) * i // 8) for i in range(9)]
+    blocks = [[graph.schedule for graph in plan.solution.graphs if graph.in_model][1:-1] for plan in plans]
+    for plan, schedules in zip(plans, blocks, strict=True):
+        assert plan.peak_bytes <= plan.budget_bytes
+        assert len(schedules) == 3 and len(set(schedules)) <= 2
+    assert any(len(set(schedules)) == 2 for schedules in blocks)
+    monkeypatch.setattr(repeated_graphs, "mixtures", lambda *_: ())
+    planner = repeated_graphs.planner_for(profile.step)
+    assert profile.floor_bytes <= planner.floor_bytes
+    compared = [plan for plan in plans if plan.budget_bytes >= planner.floor_bytes]
+    alike = [planner.solve(budget_bytes=plan.budget_bytes).recompute_seconds for plan in compared]
+    found = [plan.recompute_seconds for plan in compared]
+    assert sum(found) < sum(alike)
+    assert all(one <= other for one, other in zip(found, alike, strict=True))
 
 
 def test_a_larger_budget_is_never_slower():
@@ -81,13 +92,13 @@ def test_what_makes_no_sense_is_refused_in_one_line(options, words):
 
 
 @pytest.mark.parametrize("planner", ["mu-two", "all", "every-block", "sqrt"])
-def test_every_planner_plans_each_block_alike(planner):
+def test_every_planner_plans_blocks_by_two_schedules_at_most(planner):
     profile = _profile(ranks=2)
     plan = profile.plan((profile.floor_bytes + 2 * profile.peak_bytes) // 3, planner=planner)
     assert plan.peak_bytes <= plan.budget_bytes and plan.planner == planner
     assert plan.recompute_seconds > 0
     blocks = [graph.schedule for graph in plan.solution.graphs if graph.in_model][1:-1]
-    assert len(blocks) == 3 and len(set(blocks)) == 1
+    assert len(blocks) == 3 and len(set(blocks)) <= 2
     with pytest.raises(lowtide.BudgetTooSmall, match=f"This is what planner '{planner}' reaches"):
         profile.plan(profile.floor_bytes // 2, planner=planner)
 

@@ -163,4 +163,4 @@ def test_a_graph_of_the_plan_runs_by_the_last_schedule_that_was_found_for_it(
     (graph,) = planned.first
     other = replace(graph, later_bytes=graph.later_bytes + 1)
     planned._remember((other,))
-    assert planned._known(graph.fingerprint) is other
+    assert planned._known(graph.fingerprint) == (other,)

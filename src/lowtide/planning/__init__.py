@@ -21,7 +21,8 @@ From a step to a solution:
 - `resting_sets`: what rests, as forms of a step, and the cheapest plan over all of them
 - `search`: the search space and its annealing; `native`: its inner loops, in C
 - `needs`, `cuts`, `lower_bounds`: what a step needs when, as minimum cuts at time points: proven lower bounds
-- `planner`: the solutions of one step; `repeated_graphs`: one schedule for all runs of a graph
+- `planner`: the solutions of one step; `repeated_graphs`: that of a step whose graphs run several times;
+  `mixed_runs`: two schedules for the runs of one graph; `graph_passes`: what the passes of its graphs need
 - `repeated_calls`: the step of several calls of a model, from that of one
 - `pipeline_bytes`: what a pipeline keeps live around the calls of one of its stages
 - `rounded_step`: a step in the form that rounds, beside its exact form

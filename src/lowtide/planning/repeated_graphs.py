@@ -1,4 +1,4 @@
-"""Plan a step whose graphs run several times: one schedule for all runs of a graph.
+"""Plan a step whose graphs run several times, from a few schedules for each different graph.
 
 A model of equal blocks, each a graph of its own, is one graph that runs once per block:
 
@@ -9,14 +9,16 @@ A model of equal blocks, each a graph of its own, is one graph that runs once pe
    backward pass stands for the other graphs.
 2. Each of these steps is planned for several budgets. A schedule of a graph is worth its seconds, the bytes
    that it saves for the backward pass (times the number of runs), and the bytes that each pass needs.
-3. A price per saved byte chooses one schedule for each graph. The cheapest such combination whose peak fits
-   the budget, simulated over the whole step, is the answer.
+3. A price per saved byte chooses one schedule for each graph, and two such combinations are mixed over the
+   runs of a graph (`mixed_runs`). The cheapest combination whose peak fits the budget, simulated over the
+   whole step, is the answer.
 
-Shortcoming: all runs of a graph are treated alike, also the last one, which saves its values only briefly.
+Shortcoming: all calls of a step that are planned together are treated alike, since the loop may call the
+model more often.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -25,6 +27,8 @@ import numpy as np
 
 from lowtide.errors import LowtideError
 from lowtide.facts import GraphRun, Kind, Node, Region, Solution, Step, Storage
+from lowtide.planning.graph_passes import ExpectedPeaks, GraphPass, PricedSchedule
+from lowtide.planning.mixed_runs import Options, mixtures
 from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.registry import load_planner
 from lowtide.planning.resting_sets import RestingPlanner, may_rest
@@ -39,22 +43,24 @@ REST = "the rest of the step"
 def step_of_graph(step: Step, segment: int, *, rest_bytes: int) -> Step:
     """The forward and backward pass of one graph, with `rest_bytes` in between for all other graphs.
 
-    An input from another graph is live from its first to its last read. Static storages count no bytes.
+    An input from another graph is live from its first to its last read; two that share a storage, as long as
+    one of them is read. Static storages count no bytes.
     """
     own = [node for node in step.nodes if node.segment == segment and node.region is not Region.OPTIMIZER]
     num_forward = sum(node.region is Region.FORWARD for node in own)
     rank = {node.rank: place + (place >= num_forward) for place, node in enumerate(own)}
     storages = tuple(replace(s, nbytes=0) if s.static else s for s in step.storages)
-    made: set[int] = set()
+    maker: dict[int, int] = {}
     nodes: list[Node] = []
     for node in own:
         if len(nodes) == num_forward:
             nodes.append(_rest(num_forward, len(storages)))
         reads = tuple(rank[read] for read in node.reads if read in rank)
         found = {s for read in reads for s in nodes[read].holds}
-        arrives = tuple(s for s in node.holds if s not in found and s not in node.makes and s not in made)
-        makes = (*node.makes, *arrives)
-        made.update(makes)
+        others = [s for s in node.holds if s not in found and s not in node.makes]
+        makes = (*node.makes, *(s for s in others if s not in maker))
+        reads = (*reads, *dict.fromkeys(maker[s] for s in others if s in maker))
+        maker.update(dict.fromkeys(makes, rank[node.rank]))
         nodes.append(
             replace(
                 node,
@@ -104,39 +110,16 @@ SHARES_OF_REST = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PricedSchedule:
-    """One schedule of a graph: the seconds that it adds, the bytes that it saves for the backward pass, and
-    the peaks of its two passes."""
-
-    seconds: float
-    saved_bytes: int
-    backward_bytes: int
-    forward_bytes: int
-    schedule: tuple[GraphRun, ...]
-
-
-@dataclass(frozen=True, slots=True, order=True)
 class Combination:
-    """A schedule for each different graph, by its number in `choices`, and the expected peak of the step."""
+    """A schedule for each graph of the step, by its number in `choices`, and the step's expected peak."""
 
     seconds: float
     peak_bytes: int
-    options: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class GraphPass:
-    """One pass of one graph (-1 for the optimizer): the bytes that no schedule changes, and the graphs whose
-    saved values wait for their backward pass."""
-
-    base_bytes: int
-    graph: int
-    is_backward: bool
-    waiting: tuple[int, ...]
+    options: Options
 
 
 def planner_for(step: Step) -> Planner:
-    """The planner of a step: one schedule for all runs of a graph, where a graph runs several times."""
+    """The planner of a step: a few schedules for all runs of a graph, where a graph runs several times."""
     counts = Counter(graph.fingerprint for graph in step.graphs)
     repeated = {i for i, graph in enumerate(step.graphs) if counts[graph.fingerprint] > 1}
     repeats = any(node.remats and node.segment in repeated for node in step.nodes)
@@ -152,7 +135,8 @@ def planner_for(step: Step) -> Planner:
 
 
 class RepeatedGraphsPlanner(Planner):
-    """Solutions for one step, with one schedule for all runs of a graph, which the planner `by` chose."""
+    """Solutions for one step, with one schedule for all runs of a graph or with two; the planner `by` chose
+    them."""
 
     def __init__(self, step: Step, *, by: str = "auto") -> None:
         super().__init__(step)
@@ -181,14 +165,23 @@ class RepeatedGraphsPlanner(Planner):
     @cached_property
     def combinations(self) -> list[Combination]:
         """The Pareto front of seconds and expected peaks, the cheapest first."""
-        passes = list(self.passes())
+        alike = self._front(map(self._for_each_graph, dict.fromkeys(self.candidates())))
+        if self.step.calls > 1 or len(alike) < 2:
+            return alike
+        options = [combination.options for combination in alike]
+        return self._front([*options, *mixtures(options, self.kinds)])
+
+    def _for_each_graph(self, options: Sequence[int]) -> Options:
+        """The options of all graphs, from one for each different graph."""
+        of = {graph: options[kind] for kind, graphs in enumerate(self.kinds) for graph in graphs}
+        return tuple(of[graph] for graph in range(len(self.step.graphs)))
+
+    def _front(self, many: Iterable[Options]) -> list[Combination]:
         found: set[Combination] = set()
-        for options in dict.fromkeys(self.candidates()):
-            seconds = sum(
-                self.choices[kind][option].seconds * len(self.kinds[kind])
-                for kind, option in enumerate(options)
-            )
-            found.add(Combination(seconds, self._peak(passes, options), options))
+        for options in dict.fromkeys(many):
+            schedules = self._schedules(options)
+            seconds = sum(schedule.seconds for schedule in schedules)
+            found.add(Combination(seconds, self._peaks.of(schedules), options))
         best: list[Combination] = []
         for combination in sorted(found):
             if not best or combination.peak_bytes < best[-1].peak_bytes:
@@ -244,14 +237,23 @@ class RepeatedGraphsPlanner(Planner):
         return None
 
     def _timeline(self, combination: Combination) -> Timeline:
-        schedules: list[Sequence[GraphRun]] = [()] * len(self.step.graphs)
-        for kind, option in enumerate(combination.options):
-            for graph in self.kinds[kind]:
-                schedules[graph] = self.choices[kind][option].schedule
+        schedules = [priced.schedule for priced in self._schedules(combination.options)]
         return simulate(self.step, runs_of_schedules(self.step, schedules))
 
+    def _schedules(self, options: Options) -> list[PricedSchedule]:
+        return [self.choices[kind][option] for kind, option in zip(self._kind_of_graph, options, strict=True)]
+
+    @cached_property
+    def _kind_of_graph(self) -> Options:
+        return self._for_each_graph(range(len(self.kinds)))
+
+    @cached_property
+    def _peaks(self) -> ExpectedPeaks:
+        return ExpectedPeaks(list(self.passes()), len(self.step.graphs))
+
     def candidates(self) -> Iterator[tuple[int, ...]]:
-        """The best schedules for each price of a saved byte and each limit of the backward peaks."""
+        """The best schedules for each price of a saved byte and each limit of the backward peaks: one for
+        each different graph."""
         prices = sorted({price for options in self.choices for price in _prices(options)} | {0.0})
         for share in np.linspace(1.0, 0.0, NUM_BACKWARD_LIMITS):
             limited = [_within(options, float(share)) for options in self.choices]
@@ -285,22 +287,6 @@ class RepeatedGraphsPlanner(Planner):
     def _place(self, rank: int) -> tuple[Region, int]:
         node = self.step.nodes[rank]
         return node.region, -1 if node.region is Region.OPTIMIZER else node.segment
-
-    def _peak(self, passes: Sequence[GraphPass], options: tuple[int, ...]) -> int:
-        of = {
-            graph: self.choices[kind][option]
-            for kind, option in enumerate(options)
-            for graph in self.kinds[kind]
-        }
-        return max(_need(graph_pass, of) for graph_pass in passes)
-
-
-def _need(graph_pass: GraphPass, of: Mapping[int, PricedSchedule]) -> int:
-    own = 0
-    if graph_pass.graph >= 0:
-        option = of[graph_pass.graph]
-        own = option.backward_bytes if graph_pass.is_backward else option.forward_bytes
-    return graph_pass.base_bytes + own + sum(of[other].saved_bytes for other in graph_pass.waiting)
 
 
 def _worth(option: PricedSchedule, price: float) -> float:

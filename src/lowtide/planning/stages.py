@@ -20,7 +20,8 @@ from functools import cached_property
 from itertools import groupby
 
 from lowtide.facts import Kind, Region, Step
-from lowtide.planning.repeated_graphs import GraphPass, PricedSchedule, RepeatedGraphsPlanner
+from lowtide.planning.graph_passes import GraphPass, PricedSchedule
+from lowtide.planning.repeated_graphs import RepeatedGraphsPlanner
 from lowtide.planning.simulate import Timeline
 
 CAPTURED_BLOCKS = 4

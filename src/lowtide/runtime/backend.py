@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from torch import fx
 
@@ -31,6 +31,7 @@ from lowtide.runtime.rewrite import Rewritten, forward_only, rewrite
 from lowtide.runtime.shared_gradients import SharedGates, shared_gates_of, with_shared_gates
 from lowtide.torch_compat import aot_autograd, ddp, dynamo
 from lowtide.torch_compat.autograd_engine import refuse_double_backward
+from lowtide.torch_compat.dtensor import Borders
 from lowtide.trace.identity import Origin, key_of
 from lowtide.trace.segments import GraphFunctions, Segment, TracedGraph, new_segment, results_of
 
@@ -70,8 +71,9 @@ LISTED_GRAPHS = 4
 REMEMBERED_GRAPHS = 8
 """torch traces the same graph again soon, or not at all"""
 
-ScheduleGraph = Callable[[Segment, bool], GraphSchedule]
-"""(segment, whether the segment reaches the end of the traced function) -> its schedule."""
+ScheduleGraph = Callable[[Segment, bool], tuple[GraphSchedule, ...]]
+"""(segment, whether the segment reaches the end of the traced function) -> its schedules, by its runs in one
+call; the last one is for further runs."""
 
 
 class Backend:
@@ -108,15 +110,42 @@ class Backend:
         known: Callable[..., Any] | None = None if key is None else self._compiled.get(key)
         if known is not None:
             return known
-        is_whole, origins = dynamo.reaches_the_end(graph), self.origins(graph)
-        casts_once = dynamo.casts_weights_once(graph)
+        origins = self.origins(graph)
+        first = self._compile(graph, inputs, origins)
+        compiled = first.function
+        runs = () if first.planned is None else first.planned.runs
+        if first.planned is not None and len(set(runs)) > 1:
+            forms = {first.planned.schedule: compiled}
+            for schedule in dict.fromkeys(runs[1:]):
+                if schedule not in forms:
+                    form = self._compile(graph, inputs, origins, runs=(schedule,), borders=first.borders)
+                    forms[schedule] = form.function
+            compiled = _by_runs(
+                [forms[schedule] for schedule in runs], self.observer, first.planned.segment.fingerprint
+            )
+        if key is not None and not aot_autograd.is_guarded_by_aot():
+            self._compiled[key] = compiled
+        return compiled
+
+    def _compile(
+        self,
+        graph: fx.GraphModule,
+        inputs: Sequence[Any],
+        origins: list[Origin],
+        *,
+        runs: tuple[GraphSchedule, ...] = (),
+        borders: Borders | None = None,
+    ) -> "_CompiledGraph":
+        """Compile a graph by the first of its `runs`, by default of those that are planned. `borders`: of a
+        graph that is compiled once more."""
+        is_whole, casts_once = dynamo.reaches_the_end(graph), dynamo.casts_weights_once(graph)
         planned: _ScheduledGraph | None = None
 
         def partition(joint: fx.GraphModule, _args: Any, **kwargs: Any) -> Any:
             nonlocal planned
             outputs = kwargs["num_fwd_outputs"]
             segment = new_segment(joint, origins, num_forward_outputs=outputs, casts_once=casts_once)
-            planned = self._scheduled(segment, is_whole=is_whole)
+            planned = self._scheduled(segment, runs or self.schedule_graph(segment, is_whole))
             self._list(planned)
             return planned.rewritten.forward, aot_autograd.backward_stub(joint, planned.gradients)
 
@@ -144,13 +173,11 @@ class Backend:
                 backward=backward,
                 inference=inference,
                 orders=self.observer.orders,
+                borders=borders,
             )
         if planned is not None:
             compiled = planned.called_by_dynamo(compiled)
-        compiled = borders.around(compiled)
-        if key is not None and not aot_autograd.is_guarded_by_aot():
-            self._compiled[key] = compiled
-        return compiled
+        return _CompiledGraph(borders.around(compiled), planned, borders)
 
     def forget(self) -> None:
         """Compile all graphs anew."""
@@ -162,7 +189,7 @@ class Backend:
 
         torch calls the graph's `binding` (a `GraphBinding`), which is bound here and nowhere else.
         """
-        planned = self._scheduled(graph.segment, is_whole=False)
+        planned = self._scheduled(graph.segment, self.schedule_graph(graph.segment, False))
         rewritten = planned.rewritten
         gradients = graph.segment.has_gradients
         if planned.gradients != gradients or rewritten.num_unchecked or rewritten.num_numbers:
@@ -174,10 +201,10 @@ class Backend:
         self._list(planned)
         return True
 
-    def _scheduled(self, segment: Segment, *, is_whole: bool) -> "_ScheduledGraph":
+    def _scheduled(self, segment: Segment, runs: tuple[GraphSchedule, ...]) -> "_ScheduledGraph":
         return _ScheduledGraph(
             segment,
-            self.schedule_graph(segment, is_whole),
+            runs,
             self.executor,
             self.observer,
             casts=self.autocast_cache,
@@ -192,12 +219,12 @@ class Backend:
 
 
 class _ScheduledGraph:
-    """The functions that run a graph by its schedule."""
+    """The functions that run a graph by the first schedule of its `runs`."""
 
     def __init__(
         self,
         segment: Segment,
-        schedule: GraphSchedule,
+        runs: tuple[GraphSchedule, ...],
         executor: Executor,
         observer: LoopObserver,
         *,
@@ -205,8 +232,8 @@ class _ScheduledGraph:
         updates: StepInBackward | None,
         store: int,
     ) -> None:
-        self.segment = segment
-        self.schedule = schedule
+        self.segment, self.runs = segment, runs
+        self.schedule = schedule = runs[0]
         self.executor = executor
         self.observer = observer
         self.autocast_cache = casts
@@ -320,6 +347,26 @@ class _ScheduledGraph:
             return result
 
         return call
+
+
+class _CompiledGraph(NamedTuple):
+    """A graph as Dynamo calls it; `planned` is None without gradients."""
+
+    function: Callable[..., Any]
+    planned: _ScheduledGraph | None
+    borders: Borders
+
+
+def _by_runs(
+    functions: Sequence[Callable[..., Any]], observer: LoopObserver, fingerprint: str
+) -> Callable[..., Any]:
+    """One graph by several schedules: each run in a call has a function of its own, further ones the last."""
+
+    def call(*args: Any) -> Any:
+        run = observer.fingerprints.count(fingerprint)
+        return functions[min(run, len(functions) - 1)](*args)
+
+    return call
 
 
 def _handover_in_ddp(in_ddp: Callable[..., Any], alone: Callable[..., Any]) -> Callable[..., Any]:

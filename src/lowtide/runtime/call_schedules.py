@@ -15,6 +15,15 @@ from lowtide.torch_compat import ddp
 from lowtide.trace.segments import Segment
 
 
+def _as_captured(segment: Segment, graph: Graph | None) -> GraphSchedule:
+    """The schedule without recompute, for the gradients of `graph`."""
+    missing = frozenset(graph.missing if graph is not None else ())
+    apart = frozenset(graph.apart if graph is not None else ())
+    handed_over = frozenset(graph.handed_over if graph is not None else ())
+    wanted = specialised(segment, missing=missing, apart=apart)
+    return GraphSchedule(baseline_schedule(wanted), missing, apart, handed_over=handed_over)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSoFar:
     """The state of a call when one of its graphs is compiled.
@@ -28,6 +37,14 @@ class CallSoFar:
     num_graphs: int
     saved_bytes: int
     batch_bytes: int
+
+
+def by_fingerprint(graphs: Iterable[Graph]) -> dict[str, tuple[Graph, ...]]:
+    """The graphs of one call; a graph that runs several times once for each run, in order."""
+    found: dict[str, tuple[Graph, ...]] = {}
+    for graph in graphs:
+        found[graph.fingerprint] = (*found.get(graph.fingerprint, ()), graph)
+    return found
 
 
 class Schedules:
@@ -47,17 +64,14 @@ class Schedules:
     """of earlier passes, which the plan counts"""
 
     def __init__(self, graphs: Sequence[Graph] = (), orders: Iterable[tuple[str, str]] = ()) -> None:
-        self.graphs = {graph.fingerprint: graph for graph in graphs}
+        self.graphs = by_fingerprint(graphs)
         self.orders = dict(orders)
 
-    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
-        """The schedule of `segment`. StartOver where the whole call must be planned and no op has run yet."""
-        graph = self.graphs.get(segment.fingerprint)
-        missing = frozenset(graph.missing if graph is not None else ())
-        apart = frozenset(graph.apart if graph is not None else ())
-        handed_over = frozenset(graph.handed_over if graph is not None else ())
-        wanted = specialised(segment, missing=missing, apart=apart)
-        return GraphSchedule(baseline_schedule(wanted), missing, apart, handed_over=handed_over)
+    def schedules_of(self, segment: Segment, so_far: CallSoFar) -> tuple[GraphSchedule, ...]:
+        """The schedules of `segment` by its runs in one call, the last one for further runs. StartOver where
+        the whole call must be planned and no op has run yet."""
+        known = self.graphs.get(segment.fingerprint, (None,))
+        return tuple(_as_captured(segment, graph) for graph in known)
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         """Plan the step that this call of the model begins, without running it."""

@@ -72,7 +72,7 @@ def lowtide(
     planner = str(chosen.get("planner", "auto"))
     executor = executor_named(str(chosen.get("executor", "eager")))
 
-    def schedule_graph(segment: Segment, _is_whole: bool) -> GraphSchedule:
+    def schedule_graph(segment: Segment, _is_whole: bool) -> tuple[GraphSchedule, ...]:
         context = StepContext(model=nn.Module(), reserve=Reserve(optimizer_state_bytes=reserve))
         step = step_of(segment, context, like=None)
         step_planner = planner_for(step)
@@ -82,7 +82,7 @@ def lowtide(
         else:
             solution = step_planner.solve(budget_bytes=budget, planner=planner)
         (planned,) = solution.graphs
-        return GraphSchedule.of(planned)
+        return (GraphSchedule.of(planned),)
 
     return Backend(schedule_graph, origins=_origins, executor=executor)(graph, inputs)
 

@@ -17,7 +17,7 @@ from lowtide.optim.shadow_optimizer import num_states, state_bytes
 from lowtide.optim.split_check import update_bytes_of
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.plans import Plan
-from lowtide.runtime.call_schedules import Schedules
+from lowtide.runtime.call_schedules import Schedules, by_fingerprint
 from lowtide.runtime.executor import Executor, InductorOps, RecentlyUsed
 from lowtide.runtime.incomplete_steps import StepContext
 from lowtide.runtime.loop_reserve import leaves, peak_beside
@@ -70,7 +70,7 @@ class CountedLoop(Schedules):
         )
         self.steps = {structures(self.first): self.first}
         """by structure, the graphs of the last planned step"""
-        self.later: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
+        self.later: RecentlyUsed[str, tuple[Graph, ...]] = RecentlyUsed(PLANNED_GRAPHS)
         self._alike: RecentlyUsed[str, Graph] = RecentlyUsed(PLANNED_GRAPHS)
         self._dropped: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
         self._structures: RecentlyUsed[str, str] = RecentlyUsed(PLANNED_GRAPHS)
@@ -305,10 +305,6 @@ class CountedLoop(Schedules):
         nbytes = self._calls.excess_bytes(fingerprints)
         self._has_other_calls = self._has_other_calls or nbytes > 0
         return nbytes
-
-
-def by_fingerprint(graphs: Sequence[Graph]) -> dict[str, Graph]:
-    return {graph.fingerprint: graph for graph in graphs}
 
 
 def structures(graphs: Sequence[Graph]) -> tuple[str, ...]:

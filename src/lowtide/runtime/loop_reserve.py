@@ -3,7 +3,8 @@
 Before the first step, the bytes of an unknown loss are reserved; the step shows how many they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -15,6 +16,7 @@ from lowtide.planning.resting_sets import resting_form
 from lowtide.planning.schedules import runs_of_schedules
 from lowtide.planning.simulate import simulate
 from lowtide.plans import Plan
+from lowtide.runtime.call_schedules import by_fingerprint
 from lowtide.runtime.incomplete_steps import NOTHING_BESIDE, BesideGraphs
 
 TIMES_OUTPUTS = 3
@@ -66,14 +68,14 @@ def graphs_beside(
 
 def leaves(plan: Plan, loss_bytes: int, beside: BesideGraphs, *, loss_kept_bytes: int = 0) -> bool:
     """Whether the plan fits with a loss of `loss_bytes` and other tensors of the loop."""
-    own = {graph.fingerprint: graph for graph in _own_graphs(plan)}
+    own = by_fingerprint(_own_graphs(plan))
     peak_bytes = peak_beside(plan, own, loss_bytes=loss_bytes, loss_kept_bytes=loss_kept_bytes, beside=beside)
     return peak_bytes <= plan.budget_bytes
 
 
 def peak_beside(
     plan: Plan,
-    graphs: Mapping[str, Graph],
+    graphs: Mapping[str, Sequence[Graph]],
     *,
     loss_bytes: int = 0,
     loss_kept_bytes: int = 0,
@@ -84,10 +86,10 @@ def peak_beside(
     unknown. Of `loss_bytes`, `loss_kept_bytes` stay live through the backward pass: the number of a mean
     squared error lives in a block as large as its input."""
     step = plan.step
-    own = [graphs.get(graph.fingerprint) for graph in _own_graphs(plan)]
-    known = [graph for graph in own if graph is not None]
-    if step is None or len(known) < len(own):
+    own = _own_graphs(plan)
+    if step is None or any(graph.fingerprint not in graphs for graph in own):
         return inf
+    known = list(_run_by(own, graphs))
     step = resting_form(step, plan.solution.resting)
     if last_output_bytes is not None:
         if not any(storage.name == LAST_OUTPUTS for storage in step.storages):
@@ -102,6 +104,15 @@ def peak_beside(
     step = _with(step, loss_bytes, _more_kept_bytes(plan, loss_kept_bytes), beside)
     runs = runs_of_schedules(step, _schedules(step, known), *transfers_of(known))
     return simulate(step, runs).peak_bytes
+
+
+def _run_by(own: Sequence[Graph], graphs: Mapping[str, Sequence[Graph]]) -> Iterator[Graph]:
+    """The record of `graphs` by which each run of the graphs `own` is scheduled."""
+    runs: Counter[str] = Counter()
+    for graph in own:
+        of_runs = graphs[graph.fingerprint]
+        yield of_runs[min(runs[graph.fingerprint], len(of_runs) - 1)]
+        runs[graph.fingerprint] += 1
 
 
 def _schedules(step: Step, own: Sequence[Graph]) -> list[tuple[GraphRun, ...]]:

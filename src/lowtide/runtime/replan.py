@@ -15,7 +15,7 @@ from lowtide.planning.planner import Planner, StepSchedules
 from lowtide.planning.repeated_graphs import planner_for
 from lowtide.plans import Plan
 from lowtide.runtime.backend import GraphSchedule
-from lowtide.runtime.call_schedules import CallSoFar
+from lowtide.runtime.call_schedules import CallSoFar, by_fingerprint
 from lowtide.runtime.counted_loop import PLANNED_GRAPHS, structures
 from lowtide.runtime.executor import (
     EAGER_OPS,
@@ -69,31 +69,32 @@ class Replanner(SeenLoop):
         self._model_bytes = _model_bytes(model)
         self._told_of_executor = self._told_of_calls = False
 
-    def schedule_of(self, segment: Segment, so_far: CallSoFar) -> GraphSchedule:
+    def schedules_of(self, segment: Segment, so_far: CallSoFar) -> tuple[GraphSchedule, ...]:
         kind = self._structures[segment.fingerprint] = segment.structure
-        graph = self._known(segment.fingerprint)
-        if graph is None:
+        graphs = self._known(segment.fingerprint)
+        if not graphs:
             cause = self._dropped.get(segment.fingerprint) or why_unknown(segment, self.first)
-            like = self._alike.get(kind)
+            like, graph = self._alike.get(kind), None
             if so_far.nothing_ran and so_far.is_whole:
                 graph = self._as_one_graph(segment, like, cause)
             if graph is None and so_far.nothing_ran:
                 raise StartOver(cause)
             if graph is None:
                 graph = self._beside_others(segment, like, so_far, cause)
-            self._remember_graph(segment.fingerprint, graph)
-        self._alike[kind] = graph
-        return GraphSchedule.of(graph)
+            graphs = (graph,)
+            self._remember_graph(segment.fingerprint, graphs)
+        self._alike[kind] = graphs[-1]
+        return tuple(map(GraphSchedule.of, graphs))
 
-    def _known(self, fingerprint: str) -> Graph | None:
+    def _known(self, fingerprint: str) -> tuple[Graph, ...]:
+        """A planned graph, once for each of its runs in a call; empty for an unknown one."""
         # the last solution counts: the other graphs of that step were planned with this schedule
-        graph: Graph | None = self.later.get(fingerprint) or self.graphs.get(fingerprint)
-        return graph
+        return self.later.get(fingerprint) or self.graphs.get(fingerprint, ())
 
-    def _remember_graph(self, fingerprint: str, graph: Graph) -> None:
+    def _remember_graph(self, fingerprint: str, graphs: tuple[Graph, ...]) -> None:
         if len(self.later) == PLANNED_GRAPHS and fingerprint not in self.later:
             logger.info("more than %d graphs: the oldest is planned again if it comes back", PLANNED_GRAPHS)
-        self.later[fingerprint] = graph
+        self.later[fingerprint] = graphs
 
     def plan_call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, cause: str) -> None:
         alone = step_of_call(args, kwargs, self._context)
@@ -197,8 +198,8 @@ class Replanner(SeenLoop):
         self.steps[structures(graphs)] = graphs
         if len(self.steps) > PLANNED_GRAPHS:
             del self.steps[next(iter(self.steps))]
-        for graph in graphs:
-            self._remember_graph(graph.fingerprint, graph)
+        for fingerprint, of_runs in by_fingerprint(graphs).items():
+            self._remember_graph(fingerprint, of_runs)
 
     def _plan(
         self, step: Step, like: Sequence[Graph], *, larger: bool, segment: Segment | None = None

@@ -44,6 +44,7 @@ from lowtide.torch_compat.dispatch import in_transform, make_first_calls
 from lowtide.torch_compat.dtensor import is_divided
 from lowtide.torch_compat.fsdp2 import units_of
 from lowtide.torch_compat.modules import call_model, route_of, runs_own_code, set_route
+from lowtide.torch_compat.pipelining import is_evaluating
 from lowtide.trace import failures
 from lowtide.trace.identity import Origin, describe_inputs, layouts, name_tensors
 from lowtide.trace.model_call import entrance, tensors_in
@@ -117,7 +118,7 @@ class Runner:
             updates.spare_bytes = max(0, schedules.spare_bytes or 0)
             updates.gradients_stay = self.observer.gradients_stay
         self.backend = Backend(
-            self._schedule_of,
+            self._schedules_of,
             origins=self._origins,
             executor=executor,
             updates=updates,
@@ -154,7 +155,7 @@ class Runner:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.compiler.is_exporting():
             return call_model(self.model, args, kwargs)
-        if not torch.is_grad_enabled() or not self._is_trained(args, kwargs):
+        if not torch.is_grad_enabled() or is_evaluating() or not self._is_trained(args, kwargs):
             return self._call_without_gradients(args, kwargs)
         self._calls_in_watch = 0
         self.observer.watch_ends_between_calls()
@@ -219,8 +220,8 @@ class Runner:
             self._forget()
 
     def _call_without_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's own code. Before a backward pass, a watch counts its bytes as those of a loss; many
-        such calls are no part of a step."""
+        """Run the model's own code, also where a pipeline evaluates, which runs no backward pass. Before one,
+        a watch counts its bytes as those of a loss; many such calls are no part of a step."""
         self._calls_in_watch += 1
         if self._calls_in_watch > MOST_WATCHES:
             leave()
@@ -325,7 +326,7 @@ class Runner:
             self._run_eagerly(args, kwargs)
             raise
 
-    def _schedule_of(self, segment: Segment, is_whole: bool) -> GraphSchedule:
+    def _schedules_of(self, segment: Segment, is_whole: bool) -> tuple[GraphSchedule, ...]:
         if not isinstance(self.compiled, CompiledUnits) and units_of(self.model):
             raise LowtideError(
                 "fully_shard was called on this model after its plan was applied: shard first, then plan "
@@ -343,7 +344,7 @@ class Runner:
             saved_bytes=self.observer.saved_bytes,
             batch_bytes=_nbytes(self._batch),
         )
-        return self.schedules.schedule_of(segment, so_far)
+        return self.schedules.schedules_of(segment, so_far)
 
     def _is_trained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a backward pass through this call has anything to do."""

@@ -16,7 +16,8 @@ from torch import nn
 from lowtide.facts import Graph
 from lowtide.optim.step_in_backward import StepInBackward
 from lowtide.plans import Plan
-from lowtide.runtime.counted_loop import PLANNED_GRAPHS, UNCOUNTED_BYTES, CountedLoop, by_fingerprint
+from lowtide.runtime.call_schedules import by_fingerprint
+from lowtide.runtime.counted_loop import PLANNED_GRAPHS, UNCOUNTED_BYTES, CountedLoop
 from lowtide.runtime.executor import Executor, InductorOps, RecentlyUsed
 from lowtide.runtime.incomplete_steps import NOTHING_BESIDE, BesideGraphs
 from lowtide.runtime.loop_reserve import graphs_beside, peak_beside

@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.torch_compat.autograd_engine import in_backward
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
-from lowtide.torch_compat.dtensor import Borders, local_graph
+from lowtide.torch_compat.dtensor import Borders, local_graph, parts_of
 from lowtide.torch_compat.gradient_edges import numbers_of_terms
 
 __all__ = [
@@ -87,17 +87,22 @@ def compile_graph(
     backward: Callable[..., Callable[..., Any]],
     inference: Callable[..., Callable[..., Any]],
     orders: Orders,
+    borders: Borders | None = None,
 ) -> tuple[Callable[..., Any], Borders]:
     """Run AOTAutograd on a Dynamo graph, without decompositions, with our own compilers, for gradients in
     these memory `orders`. The compiled graph is one of this process's parts of DTensors: `Borders.around` it
-    is what Dynamo calls.
+    is what Dynamo calls. A graph that is compiled once more, for another schedule, is one of parts already:
+    it has the `borders` of the first time.
 
     torch caches the fake results of ops, but not that two results are one tensor (the gradients of an RNN's
     biases). So the cache is cleared: earlier traces do not change this one. A random op whose result has no
     reader stays, since it advances the generator (`fallback_random`).
     """
     FakeTensorMode.cache_clear()
-    inputs, borders = local_graph(graph, inputs)
+    if borders is None:
+        inputs, borders = local_graph(graph, inputs)
+    else:
+        inputs = parts_of(graph, inputs, borders)
     numbers: list[list[int]] = []
 
     def partition_marked(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:

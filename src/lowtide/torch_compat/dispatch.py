@@ -80,6 +80,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def arrived(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor that is divided among processes, after it has arrived from the others;
+    any other tensor itself."""
+    return waited(tensor._local_tensor) if isinstance(tensor, DTensor) else waited(tensor)
+
+
 def waited(tensor: Tensor) -> Tensor:
     """A tensor that has arrived from other processes."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

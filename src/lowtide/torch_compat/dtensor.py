@@ -150,12 +150,11 @@ def local_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[
     ]
     if not (borders.inputs or returned):
         return inputs, borders
-    parts = list(inputs)
+    parts = parts_of(graph, inputs, borders)
     placeholders = graph.graph.find_nodes(op="placeholder")
     with graph.graph.inserting_after(placeholders[-1]):
         for place in borders.inputs:
-            node, value = placeholders[place], placeholders[place].meta["example_value"]
-            parts[place] = value._local_tensor.detach().requires_grad_(value.requires_grad)
+            node = placeholders[place]
             made = graph.graph.call_function(_taking(borders, place), (node,))
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
@@ -168,6 +167,15 @@ def local_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Sequence[
     output.args = (type(results)(given),)
     graph.recompile()
     return parts, borders
+
+
+def parts_of(graph: fx.GraphModule, inputs: Sequence[Any], borders: Borders) -> Sequence[Any]:
+    """The inputs of a Dynamo graph, with this process's parts in place of DTensors."""
+    parts, placeholders = list(inputs), graph.graph.find_nodes(op="placeholder")
+    for place in borders.inputs:
+        value = placeholders[place].meta["example_value"]
+        parts[place] = value._local_tensor.detach().requires_grad_(value.requires_grad)
+    return parts
 
 
 def _taking(borders: Borders, place: int) -> Callable[[torch.Tensor], Any]:

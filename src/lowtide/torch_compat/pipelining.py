@@ -2,7 +2,8 @@
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -73,6 +74,23 @@ def keeps_buffers() -> bool:
     return find_spec("torch.distributed.pipelining._recv_buffers") is None
 
 
+_EVALUATES: ContextVar[bool] = ContextVar("lowtide_pipeline_evaluates", default=False)
+
+
+@contextmanager
+def _evaluating() -> Iterator[None]:
+    before = _EVALUATES.set(True)
+    try:
+        yield
+    finally:
+        _EVALUATES.reset(before)
+
+
+def is_evaluating() -> bool:
+    """Whether a pipeline runs forward passes alone (`schedule.eval`), with gradients switched on or not."""
+    return _EVALUATES.get()
+
+
 def around_steps(context: Callable[[], AbstractContextManager[None]]) -> list[ProcessPatch]:
     """Run every step of a pipeline of this process inside of a `context()`, as long as an object holds the
     patches. What a stage receives and sends is in no pass of its model."""
@@ -80,9 +98,9 @@ def around_steps(context: Callable[[], AbstractContextManager[None]]) -> list[Pr
 
     def wrap(original: Callable[..., Any]) -> Any:
         @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            with context():
-                return original(*args, **kwargs)
+        def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
+            with context(), nullcontext() if schedule._has_backward else _evaluating():
+                return original(schedule, *args, **kwargs)
 
         return step
 

@@ -9,6 +9,7 @@
 - `eager_noise`: judge a plan where eager training differs from itself
 - `comparison`: training with a plan and without it, from the same start, compared step by step
 - `verify_plan`: verify a plan: its results, its peak and its time
+- `verify_sharded`: the same by all processes of a model that is divided among them
 - `rounding`: how far a plan that rounds is from eager, and eager from float64
 - `verdict`: the answer in words, and notes on unreliable measurements
 """

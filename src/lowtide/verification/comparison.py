@@ -107,7 +107,7 @@ def compare(
     return Comparison(
         differences=tuple(map(str, judged.differences)),
         recompute_exact=judged.recompute_exact,
-        timings={} if timed_runs == 0 else _time(target, timed_runs, most_seconds),
+        timings={} if timed_runs == 0 else time_both(target, timed_runs, most_seconds),
         from_eager=from_eager,
         eager_differences=tuple(map(str, noise)),
         nondeterministic_ops=judged.ops,
@@ -123,7 +123,7 @@ def _compared_up_to_rounding(
     eager = trainings.recorded(start, steps=1)
     planned(target, solution=trainings.solution)
     found = record(target, start, folder / "planned", 1)
-    _check_graphs(target, trainings.solution)
+    check_graphs(target, trainings.solution)
     remove(target.model)
     rounding, differences = measure_rounding(target, start, found, eager)
     planned(target, solution=trainings.solution)
@@ -131,7 +131,7 @@ def _compared_up_to_rounding(
     return Comparison(
         differences=tuple(differences),
         recompute_exact=False,
-        timings={} if timed_runs == 0 else _time(target, timed_runs, most_seconds),
+        timings={} if timed_runs == 0 else time_both(target, timed_runs, most_seconds),
         rounding=rounding,
     )
 
@@ -168,7 +168,7 @@ class Trainings:
         """Differences of the plan from the reference. PlanMismatch where the plan did not run."""
         planned(self.target, solution=self.solution)
         found = differences(self.target, start, expected)
-        _check_graphs(self.target, self.solution)
+        check_graphs(self.target, self.solution)
         remove(self.target.model)
         return found
 
@@ -220,7 +220,7 @@ def _distance(results: list[Path], eager: list[Path]) -> str:
     return f"up to {off[name]:.1g} from eager training in the first step ({name})"
 
 
-def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
+def check_graphs(target: Target, solution: dict[str, Any]) -> None:
     """Raise PlanMismatch where the plan did not run: changed code gives another graph, planned anew."""
     runner = runner_of(target.model)
     assert runner is not None
@@ -234,7 +234,8 @@ def _check_graphs(target: Target, solution: dict[str, Any]) -> None:
         )
 
 
-def _time(target: Target, runs: int | None, most_seconds: float) -> dict[str, Timing]:
+def time_both(target: Target, runs: int | None, most_seconds: float) -> dict[str, Timing]:
+    """Times of eager steps and of steps by the plan that the model has, in turn."""
     model, runner = target.model, runner_of(target.model)
     assert runner is not None
 

@@ -1,7 +1,8 @@
 """Training from a common start: the state after every step, on disk, and the differences from it.
 
 Copies of the start and results on disk are in the host's memory, compared there: on an accelerator, the
-device has the memory of one training and no more.
+device has the memory of one training and no more. Of a tensor that is divided among processes, each process
+has its own part, under a name with its placements.
 """
 
 import copy
@@ -16,7 +17,7 @@ from torch import nn
 from lowtide.generators import random_state, set_random_state, with_generators
 from lowtide.optim.joined_optimizers import inner_optimizers
 from lowtide.optim.updated_parameter import UsedGradient
-from lowtide.torch_compat.dispatch import map_leaves
+from lowtide.torch_compat.dispatch import arrived, map_leaves
 from lowtide.trace.model_call import call, loss_of
 from lowtide.trace.step_device import devices_of
 from lowtide.zoo.targets import Target
@@ -33,14 +34,14 @@ class Start:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self.tensors = [tensor.detach().to("cpu", copy=True) for tensor in _tensors(target.model).values()]
+        self.tensors = [arrived(each).to("cpu", copy=True) for each in _tensors(target.model).values()]
         self.optimizer = _on_host(target.optimizer.state_dict()) if target.optimizer else None
         self.random = random_states(target)
 
     def restore(self) -> None:
         with torch.no_grad():
             for tensor, before in zip(_tensors(self.target.model).values(), self.tensors, strict=True):
-                tensor.copy_(before)
+                arrived(tensor).copy_(before)
         if self.target.optimizer is not None and self.optimizer is not None:
             for optimizer in inner_optimizers(self.target.optimizer):
                 optimizer.state.clear()  # or the device would have two states for a while
@@ -101,8 +102,14 @@ def train(target: Target, start: Start, steps: int) -> Iterator[dict[str, torch.
         if target.optimizer is not None:
             target.optimizer.step()
         states = {f"random state of {device}": s for device, s in random_states(target).items()}
-        yield seen | _tensors(target.model) | states
+        yield dict(map(_part, (seen | _tensors(target.model)).items())) | states
         target.model.zero_grad(set_to_none=True)
+
+
+def _part(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    name, tensor = named
+    placements = getattr(tensor, "placements", None)
+    return (name if placements is None else f"{name} {placements}"), arrived(tensor)
 
 
 def record(target: Target, start: Start, stem: Path, steps: int) -> list[Path]:
