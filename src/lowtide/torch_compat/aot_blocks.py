@@ -28,6 +28,9 @@ from lowtide.torch_compat.joint_copies import expanded
 OF_INPUTS = ("input_info", "subclass_inp_meta", "static_input_indices", "act_input_indices")
 """The fields of torch's notes about a graph that have something for each input."""
 
+WRITES = "the model writes into a buffer or an input"
+WRITES_BUFFERS = ("batch_norm", "instance_norm")
+
 logger = logging.getLogger("lowtide")
 _torchs_metadata = collect_metadata_analysis.run_functionalized_fw_and_collect_metadata
 _torchs_joint = graph_capture.aot_dispatch_autograd_graph
@@ -93,6 +96,9 @@ class TracedOnce:
 
     def _metadata(self, args: Sequence[Any], options: dict[str, Any]) -> Any:
         check(len(args) == len(self.stand_ins), "the graph has other inputs than its code")
+        ops = self.chain.blocks[self.chain.template]
+        is_normed = any(getattr(node.target, "__name__", "") in WRITES_BUFFERS for node in ops)
+        check(not is_normed, WRITES)  # known before any run
         for arg, number in zip(args, self.stand_ins, strict=True):
             check(layout_of(arg) == layout_of(args[number]), "blocks have weights of different layouts")
         owners = Counter(arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor))
@@ -105,7 +111,7 @@ class TracedOnce:
         }
         short = _torchs_metadata(self.run, **options)(*(args[number] for number in self.kept))
         is_unchanged = all(info.mutation_type is MutationType.NOT_MUTATED for info in short.input_info)
-        check(is_unchanged and not short.tokens, "the model writes into a buffer or an input")
+        check(is_unchanged and not short.tokens, WRITES)
         is_new = all(info.output_type is OutputType.non_alias for info in short.output_info)
         check(is_new and not short.num_intermediate_bases, "the graph returns views")
         is_plain = all(isinstance(meta, PlainTensorMeta) for meta in short.subclass_inp_meta)

@@ -108,7 +108,9 @@ def _caller(stack: tuple[Any, ...], depth: int) -> Any:
 
 def _chain_of(graph: fx.GraphModule, blocks: list[tuple[fx.Node, ...]]) -> BlockChain | None:
     """The longest stretch of these blocks that is a chain."""
-    if len(blocks) < FEWEST:
+    # most models end here: what blocks read is compared only where many have the same ops
+    ops = [[node.target for node in nodes] for nodes in blocks]
+    if max((len(list(group)) for _, group in itertools.groupby(ops)), default=0) < FEWEST:
         return None
     place = {
         node: (number, position) for number, nodes in enumerate(blocks) for position, node in enumerate(nodes)
@@ -189,6 +191,8 @@ def _layout(node: fx.Node) -> Any:
 
 def layout_of(value: Any) -> Any:
     """What two equal blocks have to share of a fake value."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return type(value), id(value)  # has no shape that could be compared
     if isinstance(value, torch.Tensor):
         return (
             type(value),
