@@ -9,6 +9,8 @@ In the order in which a model passes them:
 - `dynamo_counts`: `bincount` of indices in a known range stays in its graph
 - `dynamo_random`: Python's random numbers are drawn between two graphs
 - `aot_autograd`: AOTAutograd, which makes a joint graph of forward and backward; graphs as functions
+- `equal_blocks`, `aot_blocks`, `joint_blocks`, `joint_copies`: of a chain of equal blocks, five are traced,
+  and the joint graph of all is made from theirs
 - `dispatch`: tensors, fake tensors and storages; modes, kernels and schemas of ops
 - `inductor`: graphs that Inductor compiles, and calls in them that it does not compile
 - `autograd_engine`: the backward pass that runs now, autocast, hooks of parameters; no second derivatives

@@ -4,6 +4,7 @@
 
 - `_SavedState`: a missing gradient stays undefined
 - `gradients_in`: backward passes are traced for gradients with their real strides
+- `TracedOnce`: of a chain of equal blocks, five are traced
 - `_marking_sums`: sums of an input's gradient are told from sums that only pass to it
 - `traced_without_tokens`: checks of linear algebra are ops of the graph like others
 - `unprinted`: no graph is written out as text
@@ -38,9 +39,11 @@ from torch.fx.graph_module import _forward_from_src
 from torch.fx.node import has_side_effect
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lowtide.torch_compat.aot_blocks import TracedOnce
 from lowtide.torch_compat.autograd_engine import in_backward
 from lowtide.torch_compat.dispatch import FakeTensorMode, whole_ops
 from lowtide.torch_compat.dtensor import Borders, local_graph, parts_of
+from lowtide.torch_compat.equal_blocks import find_chain
 from lowtide.torch_compat.gradient_edges import numbers_of_terms
 
 __all__ = [
@@ -105,8 +108,15 @@ def compile_graph(
         inputs = parts_of(graph, inputs, borders)
     numbers: list[list[int]] = []
 
+    def mark(joint: fx.Graph) -> None:
+        _mark_sums(joint, numbers)
+
+    chain = find_chain(graph)
+    once = None if chain is None else TracedOnce(chain, mark)
+
     def partition_marked(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        _mark_sums(joint.graph, numbers)
+        if once is None or not once.is_marked:
+            mark(joint.graph)
         borders.mark(joint.graph)
         return partition(joint, *args, **kwargs)
 
@@ -128,6 +138,7 @@ def compile_graph(
         gradients_in(orders),
         _gradients_as_they_are(),
         _counting_terms(numbers),
+        contextlib.nullcontext() if once is None else once.on(),
     ):
         compiled: Callable[..., Any] = compiler(graph, inputs)
     return compiled, borders
