@@ -75,6 +75,32 @@ def test_a_loop_that_holds_them_all_the_same_is_told_once(caplog: pytest.LogCapt
     assert sum("holds_outputs" in line for line in said(caplog)) == 1
 
 
+class TwoParts(nn.Module):
+    """Returns a result of its first graph, which both graphs save, beside its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 512), nn.Linear(512, CLASSES)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return Output(loss=F.cross_entropy(self.last(hidden), labels), hidden=hidden)
+
+
+def test_what_an_earlier_graph_saved_is_not_held_by_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+    _, like = pair()
+    planned, batch = TwoParts(), like.batch
+    found = lowtide.profile(planned, batch, holds_outputs=False)
+    found.plan("100%").apply(planned)
+    for _ in range(2):
+        planned(**batch).loss.backward()
+    assert not [line for line in said(caplog) if "holds_outputs" in line]
+    output = planned(**batch)
+    output.loss.backward()
+    assert [line for line in said(caplog) if "holds_outputs" in line]
+
+
 def test_a_plan_in_a_file_says_so(tmp_path) -> None:
     _, planned = pair()
     found = lowtide.profile(planned.model, planned.batch, holds_outputs=False)

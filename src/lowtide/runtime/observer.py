@@ -126,6 +126,7 @@ class LoopObserver:
         self._outputs: list[weakref.ref[Tensor]] = []
         self._storages = WeakStorages(())
         self._batch: list[weakref.ref[Tensor]] = []
+        self._graphs_to_end = 0  # backward passes of the last call's graphs
         self._backwards_at_call = -1
         self._is_second_call = False  # before the backward pass of an earlier one
         self._watch: LoopWatch | None = None
@@ -197,6 +198,7 @@ class LoopObserver:
         made, read = list(tensors_in(output)), list(tensors_in(batch))
         self.returned_outputs(made)
         self._backwards_at_call = self.num_backwards
+        self._graphs_to_end = sum(map(bool, self.fingerprints))  # a graph without gradients has none
         given = [*made, *read]
         if self.pending.most > 1:
             self.pending.sees(given)
@@ -281,6 +283,9 @@ class LoopObserver:
             self.say(GRADIENTS_STAY, format_size(nbytes))
 
     def backward_ends(self) -> None:
+        self._graphs_to_end -= 1
+        if self._graphs_to_end > 0:
+            return  # a graph that comes later in this pass may have saved what the model returns
         # storages, since a view or `output.detach()` keeps an output as well
         if not self.may_keep_outputs and self._storages.live_bytes() > SMALL_BYTES:
             besides = (*self.own_tensors(), *_alive(self._batch))
