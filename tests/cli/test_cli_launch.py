@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from lowtide.cli.app import app
 from lowtide.cli.launch_command import misplaced, options_first
 
 SCRIPT = """
@@ -91,6 +93,17 @@ def test_a_script_that_trains_nothing_is_told_so_and_fails_by_itself(folder):
     assert failed.returncode == 1 and failed.stdout == "begins\n"
     assert "ZeroDivisionError: its own" in failed.stderr and "lowtide: nothing was planned" in failed.stderr
     assert "fails.py" in failed.stderr and "typer" not in failed.stderr and "runpy" not in failed.stderr
+
+
+def test_an_interrupt_while_the_model_is_planned_is_one_line(folder, monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowtide.api.checkpoint", interrupt)
+    monkeypatch.setattr(sys, "argv", sys.argv[:])
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    result = CliRunner().invoke(app, ["launch", str(folder / "train.py"), "--budget", "90%"])
+    assert result.exit_code == 130 and result.stderr.strip() == "lowtide: interrupted"
 
 
 def test_a_script_that_compiles_its_step_is_told_why_no_model_was_seen(folder):

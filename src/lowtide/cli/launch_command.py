@@ -154,7 +154,7 @@ def launch(
     }
     from lowtide.integrations.first_trained import first_trained
 
-    launched = Launched(options)
+    launched, interrupted = Launched(options), False
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path.cwd() if is_module else Path(script).resolve().parent))
     try:
@@ -169,11 +169,12 @@ def launch(
                 terminal.fail(error)
             raise typer.Exit(exit_code(error)) from None
         launched.explain(error)
+        interrupted = isinstance(error, KeyboardInterrupt)
         frames = _of_script(error.__traceback__)
         sys.excepthook(type(error), error.with_traceback(frames), frames)
-        raise typer.Exit(Exit.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Exit.ERROR) from None
+        raise typer.Exit(Exit.INTERRUPTED if interrupted else Exit.ERROR) from None
     finally:
-        if launched.model is None:
+        if launched.model is None and not interrupted:
             say(
                 "nothing was planned: no model was called with gradients whose parameters an optimizer has"
                 + _compiled()
@@ -181,12 +182,13 @@ def launch(
 
 
 class Launched:
-    """The model of a script that is planned, and why it was refused, if it was."""
+    """The model of a script that is planned, and why it was refused, if it was: an error, or Ctrl-C while it
+    was planned."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.options = options
         self.model: nn.Module | None = None
-        self.refusal: LowtideError | None = None
+        self.refusal: LowtideError | KeyboardInterrupt | None = None
         self.explain: Callable[[BaseException], None] = lambda _: None
 
     def plan(self, found: "TrainedModel") -> None:
@@ -203,7 +205,7 @@ class Launched:
             return
         try:
             checkpoint(found.module, found.call, optimizer=found.optimizers, **self.options)
-        except LowtideError as error:
+        except (LowtideError, KeyboardInterrupt) as error:
             self.refusal = error
             raise
         loop_is_of(SCRIPT, found.module)
