@@ -8,6 +8,7 @@ import ast
 import importlib
 import inspect
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import typer
 from torch import nn
 
 import lowtide
 from lowtide.cli import terminal
+from lowtide.cli.app import app
 from lowtide.errors import CannotMoveToFreshProcess
 from lowtide.experiments import contenders, machine
 from lowtide.verification import verify_plan
@@ -173,6 +176,40 @@ def test_all_options_of_a_callback_are_listed(library: str) -> None:
     callback = importlib.import_module(f"lowtide.integrations.{library}").Lowtide
     options = [name for name in inspect.signature(callback).parameters if name != "swap"]
     assert re.findall(r"^    (\w+)=", listed, re.M) == options
+
+
+COMMAND = re.compile(r"`(lowtide [^`\n]+)`|^(lowtide [^\n]+?)(?:   +#.*)?$", re.M)
+NEEDS_BATCH = ("run", "profile", "plan", "compare")
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """The words of each command that a page shows whole: with the name of a target, or a file."""
+    for found in COMMAND.finditer(text.replace("\\\n", " ")):
+        words = shlex.split(found[1] or found[2])
+        if len(words) > 2 and re.search(r"^\w.*(-[a-z0-9]|:make|\.json)", words[2]):
+            yield words[1:]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_to_paste_are_understood(page: Path) -> None:
+    group: typing.Any = typer.main.get_command(app)
+    for name, *words in commands_of(page.read_text()):
+        if name in NEEDS_BATCH and not words[0].endswith(".json"):
+            assert {"-b", "--batch-size"} & {*words}, (name, words)
+        known = {option for parameter in group.commands[name].params for option in parameter.opts}
+        if name != "launch":
+            assert {word for word in words if word.startswith("-")} <= known | {"--help"}, (name, words)
+
+
+def test_commands_are_found() -> None:
+    assert list(
+        commands_of(
+            "`lowtide plan tiny-vit --bugdet 1` and `lowtide fit`\n```sh\nlowtide verify a.json   # b\n```"
+        )
+    ) == [
+        ["plan", "tiny-vit", "--bugdet", "1"],
+        ["verify", "a.json"],
+    ]
 
 
 def test_names_in_the_glossary_exist() -> None:

@@ -67,6 +67,12 @@ def test_models(run_lowtide):
             Exit.DOES_NOT_FIT,
             "error: cannot fit in 1",
         ),
+        (MemoryError(), Exit.DOES_NOT_FIT, "error: out of memory: try a smaller batch"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+            Exit.DOES_NOT_FIT,
+            "error: [enforce fail] DefaultCPUAllocator: can't allocate memory: try a smaller batch",
+        ),
         (KeyboardInterrupt(), Exit.INTERRUPTED, "interrupted"),
         (ZeroDivisionError("oh"), Exit.ERROR, "error: ZeroDivisionError: oh (this should not happen"),
     ],

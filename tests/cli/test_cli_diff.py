@@ -50,6 +50,12 @@ def test_two_folders_as_a_table_and_as_data(run_lowtide, runs):
     assert any(change["was"] == "kept" for change in data["changes"])
 
 
+def test_a_page_in_a_folder_as_other_commands_write_it(run_lowtide, runs, tmp_path):
+    for folder in (tmp_path, tmp_path / "new"):
+        code, _, stderr = run_lowtide("diff", *map(str, runs), "-o", str(folder))
+        assert code == 0 and str(folder / "diff.html") in stderr and (folder / "diff.html").is_file()
+
+
 def test_files_and_measurements_are_found_beside_each_other(run_lowtide, runs, tmp_path):
     plan = json.loads((runs[0] / "plan.json").read_text())
     for name in ("plan.json", "profile.json"):

@@ -36,7 +36,7 @@ def diff(
     *,
     page: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="FILE", dir_okay=False, help="HTML page to write."),
+        typer.Option("-o", "--output", metavar="FILE", help="HTML page to write, or a folder for diff.html."),
     ] = None,
     force: Force = False,
 ) -> None:
@@ -54,6 +54,8 @@ def diff(
         notes_of,
     )
 
+    if page is not None and (page.is_dir() or not page.suffix):
+        page /= "diff.html"
     if page is not None and page.exists() and not force:
         raise LowtideError(f"{page} is already there: say --force to replace it, or choose another -o")
     with terminal.working("reading both runs"):

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError
+from lowtide.errors import CannotMoveToFreshProcess, FreshProcessError, is_out_of_memory
 from lowtide.facts.files import temporary_folder
 from lowtide.torch_compat.dispatch import make_first_calls
 from lowtide.units import size_and_bytes
@@ -153,7 +153,7 @@ def answer_request(function: str, request: Path) -> dict[str, Any]:
         return {"result": getattr(importlib.import_module(module), name)(**arguments)}
     except Exception as error:
         message = (str(error).strip().splitlines() or [""])[0]
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             message = f"a fresh process ran out of memory: {message}"
         if while_loading:
             message = f"cannot load the model in a fresh process: {type(error).__name__}: {message}"
