@@ -50,10 +50,8 @@ def state(folder):
     found = torch.load(folder / "checkpoint.pt")
     assert found["steps"] == STEPS
     own = found["optimizer"]["state"]
-    return [
-        *found["model"].items(),
-        *((f"{key} of {name}", value) for name, values in own.items() for key, value in values.items()),
-    ]
+    each = ((f"{key} of {name}", value) for name, values in own.items() for key, value in values.items())
+    return sorted([*found["model"].items(), *each], key=lambda pair: pair[0])
 
 
 @pytest.fixture(scope="module")

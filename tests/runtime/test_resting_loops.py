@@ -163,6 +163,19 @@ def test_a_plan_from_a_file_lets_the_same_state_rest(plain, found, tmp_path):
     assert same_models(eager, planned) and at_rest(planned) == 8
 
 
+def test_the_state_of_parameters_that_a_checkpoint_replaces_rests(plain, found):
+    eager, planned = twin(plain), twin(plain)
+    found.plan(found.floor_bytes).apply(planned.model, optimizer=planned.optimizer)
+    for target in (eager, planned):
+        steps(target, 1)
+        values = {name: value.clone() for name, value in target.model.state_dict().items()}
+        target.model.load_state_dict(values, assign=True)
+        target.optimizer.param_groups[0]["params"] = list(target.model.parameters())
+        target.optimizer.state.clear()
+        steps(target, 2)
+    assert same_models(eager, planned) and at_rest(planned) == 8
+
+
 def test_state_that_is_there_before_the_plan_and_two_optimizers(plain, tmp_path):
     def two(target):
         every = list(target.model.parameters())

@@ -8,7 +8,7 @@ replaces it. Single numbers, such as step counts, and state of another shape tha
 memory.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -49,11 +49,24 @@ class StateBlock(NamedTuple):
 
 
 class RestingState:
-    """Which state rests on `store`. `names`: by the identity of a parameter, its name."""
+    """Which state rests on `store`. `names`: by the identity of a parameter, its name; `find` gives those of
+    the model's present parameters, where it may get others, as by `load_state_dict(assign=True)`."""
 
-    def __init__(self, store: OffloadStore, names: Mapping[int, str]) -> None:
+    def __init__(
+        self,
+        store: OffloadStore,
+        names: Mapping[int, str],
+        *,
+        find: Callable[[], Mapping[int, str]] | None = None,
+    ) -> None:
         self.store, self.names = store, dict(names)
+        self._find = find
         self._resting: dict[tuple[int, int, Any], RestingTensor] = {}
+
+    def follow(self) -> None:
+        """A step begins: let the state of the model's present parameters rest."""
+        if self._find is not None:
+            self.names = dict(self._find())
 
     def has(self, parameter: Tensor) -> bool:
         return id(parameter) in self.names

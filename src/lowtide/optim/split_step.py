@@ -275,6 +275,8 @@ class SplitStep:
                 self.resting.wake(optimizer)
             return None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if self.resting is not None:
+            self.resting.state.follow()
         take = take_step if self.resting is None else self.resting.take
         self._is_stepping, self._nested = True, 0
         grads = [(p, p.grad) for p in parameters if p.grad is not None]

@@ -1,5 +1,7 @@
 """Apply a plan to a model, in place; and the plan that a model trains by."""
 
+import weakref
+
 import torch
 from torch import nn
 
@@ -84,11 +86,19 @@ def _store_of(plan: Plan) -> OffloadStore | None:
 
 def _resting_step(plan: Plan, model: nn.Module, store: OffloadStore | None) -> RestingStep | None:
     """What takes the optimizer's steps where its state rests; None where the plan lets none of it rest."""
-    named = {resting_name(name): (name, p) for name, p in model.named_parameters()}
-    chosen = [named[name] for name in plan.solution.resting if name in named]
-    if store is None or not chosen:
+    reference = weakref.ref(model)
+
+    def find() -> dict[int, str]:
+        alive = reference()
+        if alive is None:
+            return {}
+        return {id(p): name for name, p in alive.named_parameters() if resting_name(name) in chosen}
+
+    chosen = frozenset(plan.solution.resting)
+    names = find()
+    if store is None or not names:
         return None
-    return RestingStep(RestingState(store, {id(parameter): name for name, parameter in chosen}))
+    return RestingStep(RestingState(store, names, find=find))
 
 
 def _optimizer_of(plan: Plan, given: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
