@@ -265,8 +265,9 @@ def test_a_measured_time_that_is_noise_is_no_ring_of_the_curve(case):
     assert style.measured_place(point) == (91, 0.06)
     assert style.measured_place(replace(point, measured_noise=0.7)) is None
     assert style.measured_place(replace(point, measured_overhead=None)) is None
-    assert "rings are measured" in render(case, tradeoff=[point])
-    assert "rings are measured" not in render(case, tradeoff=[replace(point, measured_noise=0.7)])
+    noisy_point = replace(point, measured_noise=0.7)
+    assert "rings are measured" in render(case, measurement=None, tradeoff=[point])
+    assert "rings are measured" not in render(case, measurement=None, tradeoff=[noisy_point])
 
 
 def test_little_time_added_is_told_where_the_noise_is_small(case):

@@ -166,7 +166,7 @@ def test_a_loop_may_plan_at_its_first_batch(plan: lowtide.Plan) -> None:
 def test_a_data_set_costs_the_first_step_alone(plan: lowtide.Plan) -> None:
     model, optimizer = made()
     plan.apply(model)
-    own = {graph.fingerprint: graph for graph in plan.solution.graphs if graph.in_model}
+    own = {graph.fingerprint: (graph,) for graph in plan.solution.graphs if graph.in_model}
     graphs = []
     data = torch.randn(ROWS, 4 * WIDTH)
     for values in data.split(WIDTH, dim=1)[:3]:
