@@ -60,6 +60,8 @@ class Numbered(Block):
 
 
 class Stack(nn.Module):
+    """Blocks between two linear layers; the first layer requires a gradient and gets none."""
+
     def __init__(self, *kinds: Callable[[], nn.Module], depth: int = DEPTH, collects: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
@@ -68,7 +70,7 @@ class Stack(nn.Module):
         self.collects = collects
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, seen = self.first(x), []
+        hidden, seen = self.first(x).detach(), []
         for block in self.blocks:
             hidden = block(hidden, self.scale)
             seen.append(hidden)

@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd.graph_capture_wrappers import create_functio
 from torch._functorch._aot_autograd.schemas import MutationType, OutputType, PlainTensorMeta
 from torch._functorch._aot_autograd.utils import simple_wraps
 
+from lowtide.torch_compat.dispatch import storage_key
 from lowtide.torch_compat.equal_blocks import BlockChain, NotEqual, check, layout_of, shortened
 from lowtide.torch_compat.joint_copies import expanded
 
@@ -101,10 +102,12 @@ class TracedOnce:
         check(not is_normed, WRITES)  # known before any run
         for arg, number in zip(args, self.stand_ins, strict=True):
             check(layout_of(arg) == layout_of(args[number]), "blocks have weights of different layouts")
-        owners = Counter(arg.untyped_storage()._cdata for arg in args if isinstance(arg, torch.Tensor))
-        is_shared = any(owners[args[number].untyped_storage()._cdata] > 1 for number in self.own)
+        is_strided = all(isinstance(arg, torch.Tensor) and arg.layout is torch.strided for arg in args)
+        check(is_strided, "the graph has inputs that are no plain tensors")
+        owners = Counter(map(storage_key, args))
+        is_shared = any(owners[storage_key(args[number])] > 1 for number in self.own)
         check(not is_shared, "weights of blocks share memory")
-        static = set(options["static_input_indices"] or ())
+        static = set(options.get("static_input_indices") or ())
         options = options | {
             "flat_args_descs": self._short_descriptions(options["flat_args_descs"]),
             "static_input_indices": [place for place, number in enumerate(self.kept) if number in static],
@@ -141,7 +144,7 @@ class TracedOnce:
         )
         check(subclasses is None, "the graph has tensors of subclasses")
         self.mark(graph.graph)
-        values = graph_capture._detach_traced_inputs(list(args))
+        values = [graph_capture._detach_and_copy_item_memo(arg) for arg in args]
         graph = expanded(graph, self.chain, values, descriptions)
         for field in dataclasses.fields(long):
             if field.name not in OF_INPUTS:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 STACK = "nn_module_stack"
 BLOCK = "lowtide_block"
@@ -69,7 +70,11 @@ class BlockChain:
 
 
 def find_chain(graph: fx.GraphModule) -> BlockChain | None:
-    """The longest chain of equal blocks; None where there are fewer than `FEWEST`."""
+    """The first chain of equal blocks; None where no chain has `FEWEST`. Graphs that read tensors of
+    subclasses, such as those divided among processes, are traced whole."""
+    values = (node.meta.get("example_value") for node in graph.graph.find_nodes(op="placeholder"))
+    if any(is_traceable_wrapper_subclass(value) for value in values):
+        return None
     ops = [node for node in graph.graph.nodes if node.op not in ("placeholder", "output")]
     stacks = [tuple((node.meta.get(STACK) or {}).items()) for node in ops]
     for depth in range(1, 1 + max(map(len, stacks), default=0)):

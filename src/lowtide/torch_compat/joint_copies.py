@@ -262,9 +262,16 @@ class _Copies:
         new = self.graph.output(tuple(results) if isinstance(blocks.results, tuple) else results)
         new.meta = dict(old.meta)
         if described := old.meta.get("desc"):
-            pairs = zip(results[blocks.num_outputs :], self.descriptions, strict=True)
-            gradient_names = [None if value is None else GradAOTOutput(name) for value, name in pairs]
-            new.meta["desc"] = [*described[: blocks.num_outputs], *gradient_names]
+            of_inputs = dict(zip(blocks.primals, described[blocks.num_outputs :], strict=True))
+            inputs = self.chain.inputs
+            like = [self.own[self.dropped[node][1]] if node in self.dropped else node for node in inputs]
+            new.meta["desc"] = [
+                *described[: blocks.num_outputs],
+                *(
+                    GradAOTOutput(name) if isinstance(of_inputs[node], GradAOTOutput) else of_inputs[node]
+                    for node, name in zip(like, self.descriptions, strict=True)
+                ),
+            ]
 
     def _gradient_of(self, node: fx.Node, gradient: fx.Node | None) -> fx.Node | None:
         if gradient is None:
