@@ -40,6 +40,22 @@ def test_a_second_model_is_found_and_the_step_itself_is_not(model: nn.Module) ->
     model.zero_grad()
 
 
+def test_the_next_batch_counts_once_and_a_data_set_does_not(
+    model: nn.Module, plan: lowtide.Plan, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = torch.randn(257, 31)
+    assert held_besides(model, batch, []).next_batch_bytes == 0
+    ready, rest = torch.randn(257, 31), [torch.randn(257, 31), torch.randn(31)]
+    found = held_besides(model, batch, [])
+    assert found.next_batch_bytes == ready.nbytes
+    assert found.counted_bytes(0, "8GiB") == ready.nbytes and found.counted_bytes(7, "8GiB") == 7
+    assert found.counted_bytes(0, "auto") == 0
+    assert rest[0].shape == ready.shape, "one batch is ready, and the others are data"
+    caplog.set_level(logging.INFO, "lowtide")
+    tell_of(plan, Besides(plan.budget_bytes, (), on_cpu=True, next_batch_bytes=plan.budget_bytes), 0)
+    assert not caplog.records, "all of it is counted"
+
+
 def test_it_is_said_with_the_keyword_to_paste(plan: lowtide.Plan, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lowtide")
     nbytes = plan.budget_bytes // 2

@@ -151,6 +151,27 @@ def test_what_was_captured_goes_with_its_owner(monkeypatch: pytest.MonkeyPatch) 
     assert [reference() for reference in collectors] == [None]
 
 
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return self.last(self.first(x).tanh())
+
+
+def test_a_batch_goes_with_its_owner_though_the_model_breaks_into_graphs() -> None:
+    model, batch = Broken(), rows()
+    lowtide.checkpoint(model, {"x": batch}, budget="1MB")
+    model(rows()).sum().backward()
+    gone = weakref.ref(batch)
+    del batch
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_planned_model_goes_with_its_owner() -> None:
     model = Net(F.gelu)
     lowtide.checkpoint(model, rows(), budget="1MB")

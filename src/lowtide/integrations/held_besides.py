@@ -1,10 +1,12 @@
 """Tensors that a trainer's process holds besides a step: a reference model, an averaged copy, a data set.
 
 On an accelerator they take the memory that a budget is for, and count. On the CPU a data set is among them,
-which is no part of a step: there the bytes are said, with the keyword that counts them.
+which is no part of a step: there the bytes are said, with the keyword that counts them. What lies like this
+batch is the next one, which the loader of a trainer has ready in every step, and counts on the CPU, too.
 """
 
 import gc
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,16 +32,20 @@ SAID_ELSEWHERE = ("the machine was too busy", "the model or its loss runs", "bac
 
 @dataclass(frozen=True, slots=True)
 class Besides:
-    """`nbytes` of tensors that are no part of a step; the `largest` of them, as dtype and shape."""
+    """`nbytes` of tensors that are no part of a step; the `largest` of them, as dtype and shape; and the
+    `next_batch_bytes` of those that are the next batch."""
 
     nbytes: int
     largest: tuple[str, ...]
     on_cpu: bool
+    next_batch_bytes: int = 0
 
     def counted_bytes(self, reserve: int, budget: str | int) -> int:
-        """The reserve of a plan: as the user says it, else the bytes on an accelerator. What a device has
-        free (`"auto"`) is without them already."""
-        return reserve if reserve or self.on_cpu or is_auto(budget) else self.nbytes
+        """The reserve of a plan: as the user says it, else the bytes on an accelerator, and those of the next
+        batch on the CPU. What a device has free (`"auto"`) is without them already."""
+        if reserve or is_auto(budget):
+            return reserve
+        return self.next_batch_bytes if self.on_cpu else self.nbytes
 
 
 def held_besides(module: nn.Module, batch: Any, optimizers: Sequence[torch.optim.Optimizer]) -> Besides:
@@ -59,7 +65,9 @@ def held_besides(module: nn.Module, batch: Any, optimizers: Sequence[torch.optim
         counted = torch.accelerator.memory_allocated(device) - sum(size for size, _ in known.values())
         nbytes = max(0, counted)
     largest = dict.fromkeys(words for _, words in sorted(others.values(), reverse=True))
-    return Besides(nbytes, tuple(largest)[:3], device == CPU)
+    alike = Counter(others.values()) & Counter(_sizes(device, tensors_in(batch)).values())
+    next_batch_bytes = sum(size * number for (size, _), number in alike.items())
+    return Besides(nbytes, tuple(largest)[:3], device == CPU, next_batch_bytes)
 
 
 def _sizes(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, tuple[int, str]]:
@@ -75,17 +83,19 @@ def _sizes(device: torch.device, tensors: Iterable[Tensor]) -> dict[int, tuple[i
 
 
 def tell_of(plan: Plan, besides: Besides, reserve: int) -> None:
-    """Say the notes of a plan, and what the process holds besides, where that is more than a hundredth of
-    the budget and not counted by the user's `reserve`."""
+    """Say the notes of a plan, and what the process holds besides, where what is not counted of that is more
+    than a hundredth of the budget, and the user gave no `reserve`."""
     for note in plan.solution.notes:
         if not note.startswith(SAID_ELSEWHERE):
             say(note)
-    if reserve or 100 * besides.nbytes <= plan.budget_bytes:
+    counted_bytes = besides.next_batch_bytes if besides.on_cpu else 0
+    if reserve or 100 * (besides.nbytes - counted_bytes) <= plan.budget_bytes:
         return
     largest = f" (the largest: {', '.join(besides.largest)})" if besides.largest else ""
     what = f"this process holds {size_and_bytes(besides.nbytes)} of tensors besides the step{largest}"
     if besides.on_cpu:
-        say(f"{what}, which the budget does not count: Lowtide(..., reserve={besides.nbytes}) does")
+        but = f", except for the next batch ({size_and_bytes(counted_bytes)})" if counted_bytes else ""
+        say(f"{what}, which the budget does not count{but}: Lowtide(..., reserve={besides.nbytes}) does")
     else:
         say(f"{what}, which the budget counts: Lowtide(..., reserve=...) says how much instead")
 

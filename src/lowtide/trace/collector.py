@@ -335,7 +335,10 @@ class Collector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Free the results: through autograd they keep their inputs live until garbage is collected."""
+        """Free the results: through autograd they keep their inputs live until garbage is collected. Where a
+        model breaks into graphs, Dynamo keeps its code between them, and with it the collector, but not the
+        batch of a user who trains on others."""
+        self.batch = ()
         self._made.clear()
         self._alive.clear()
         for binding in self._bindings:
