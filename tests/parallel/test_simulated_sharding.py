@@ -9,6 +9,7 @@ from sharded_cases import WORDS, Net
 from torch import nn
 
 import lowtide
+from lowtide.facts import Kind
 from lowtide.parallel.simulated_sharding import blocks_of, simulate_sharding
 from lowtide.planning import repeated_graphs
 from lowtide.torch_compat.dispatch import FakeTensorMode
@@ -56,6 +57,33 @@ def test_a_larger_budget_is_never_slower():
     low, high = profile.floor_bytes, profile.peak_bytes
     costs = [profile.plan(low + (high - low) * i // 6).recompute_seconds for i in range(7)]
     assert costs == sorted(costs, reverse=True)
+
+
+class Picks(nn.Module):
+    """Its experts are called with rows that values pick: outside of any graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where((x[:, 0] > 0).long() == number)
+            found = found.index_add(0, rows, expert(x[rows]))
+        return x + found
+
+
+def test_weights_that_no_graph_reads_have_gradients_and_state() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), *(Picks() for _ in range(2)), nn.Linear(16, 16))
+    found = lowtide.profile(
+        model, torch.randn(32, 16), optimizer=torch.optim.AdamW(model.parameters()), ranks=2
+    )
+    kinds = {kind: sum(s.nbytes for s in found.step.storages if s.kind is kind and s.static) for kind in Kind}
+    state = kinds[Kind.OPTIMIZER_STATE] - 4 * len(list(model.parameters()))  # a number of steps each
+    assert state == 2 * kinds[Kind.PARAMETER]
+    sums = sum(s.nbytes for s in found.step.storages if s.name.startswith("sum "))
+    assert sums == kinds[Kind.PARAMETER]
 
 
 def test_blocks_are_the_outermost_of_a_class_that_stand_side_by_side():

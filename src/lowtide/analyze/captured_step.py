@@ -211,7 +211,8 @@ def captured_step(
     """
     _add_unread(analysis, model, batch)
     if traced.sharding is not None:
-        shard(analysis, traced, traced.sharding)
+        trained = {id(each): name for name, each in model.named_parameters() if each.requires_grad}
+        shard(analysis, traced, traced.sharding, trained=trained)
     find_resting(
         analysis,
         model,

@@ -46,9 +46,18 @@ class Exchange:
     last: list[ExchangeStep] = field(default_factory=list)
 
 
-def exchange(sharding: Sharding, passages: Sequence[Passage], *, trained: Collection[str]) -> Exchange:
-    """All exchanges of one training step; `trained` are the parameters that get a gradient."""
-    builder = _Builder(sharding, trained)
+def exchange(
+    sharding: Sharding,
+    passages: Sequence[Passage],
+    *,
+    trained: Collection[str],
+    outside: Collection[str] = (),
+) -> Exchange:
+    """All exchanges of one training step; `trained` are the parameters that get a gradient.
+
+    Those `outside` get theirs by code that no graph has: counted while they are copied into the buffer.
+    """
+    builder = _Builder(sharding, trained, outside)
     found = Exchange()
     for passage in passages:
         builder.steps = found.forward.setdefault(passage.executions, [])
@@ -77,9 +86,10 @@ class _Builder:
     """Appends to `steps`; knows which units are in a `gathered` buffer, which are copied out (`unsharded`),
     which keep a part `between` forward and backward, and which buffers of reductions are live."""
 
-    def __init__(self, sharding: Sharding, trained: Collection[str]) -> None:
+    def __init__(self, sharding: Sharding, trained: Collection[str], outside: Collection[str]) -> None:
         self.sharding = sharding
         self.trained = trained
+        self.outside = outside
         self.steps: list[ExchangeStep] = []
         self.unsharded: set[int] = set()
         self.gathered: set[int] = set()
@@ -140,6 +150,7 @@ class _Builder:
             f"copy in gradients of {name}",
             makes={buffer: (reduced_bytes, Kind.OTHER)},
             gradients=[part.name for part in parts],
+            workspace_bytes=sum(part.whole_bytes for part in parts if part.name in self.outside),
         )
         sum_bytes = reduced_bytes // facts.ranks
         self._add(

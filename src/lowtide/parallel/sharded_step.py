@@ -18,11 +18,21 @@ from lowtide.parallel.exchange import Exchange, ExchangeStep, exchange
 from lowtide.trace.segments import Trace
 
 
-def shard(analysis: Analysis, trace: Trace, sharding: Sharding) -> None:
-    """Shard the parameters in the facts of a step, in place, for one process of `sharding`."""
+def shard(analysis: Analysis, trace: Trace, sharding: Sharding, *, trained: Mapping[int, str]) -> None:
+    """Shard the parameters in the facts of a step, in place, for one process of `sharding`. `trained`: the
+    names of parameters that may get a gradient, by identity."""
     parts = {part.name: part for unit in sharding.units for part in unit.parts}
     gradients = _shard_parameters(analysis, parts)
-    _insert(analysis, exchange(sharding, trace.passages, trained=gradients), gradients)
+    outside: dict[str, int] = {}
+    if trace.uncaptured_bytes:  # what no graph reads is most likely read by that code
+        outside = {
+            name: key for key, name in trained.items() if name in parts and key not in analysis.gradients
+        }
+    for name, key in outside.items():
+        nbytes = parts[name].whole_bytes
+        analysis.gradients[key] = analysis.add_storage(nbytes=nbytes, kind=Kind.GRADIENT, name=name)
+    names = {*gradients, *outside}
+    _insert(analysis, exchange(sharding, trace.passages, trained=names, outside=outside), gradients)
 
 
 def _shard_parameters(analysis: Analysis, parts: Mapping[str, Part]) -> dict[str, int]:
@@ -54,7 +64,7 @@ def _insert(analysis: Analysis, exchanges: Exchange, gradients: Mapping[str, int
             analysis.nodes.append(item)
         else:
             step, region = item
-            freed = [rank[holders[name]] for name in step.gradients if holders[name] in rank]
+            freed = [rank[holders[name]] for name in step.gradients if holders.get(name) in rank]
             _add(analysis, step, region, made, freed)
     analysis.renumber(rank)
 
