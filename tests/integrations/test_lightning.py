@@ -197,6 +197,28 @@ def test_outputs_that_training_step_lets_go_of_are_found_out(returns: bool) -> N
     assert all(map(torch.equal, plain.state_dict().values(), planned.state_dict().values()))
 
 
+class Rivals(Module):
+    """Trains one network while another is frozen for as long, as a GAN does."""
+
+    def __init__(self) -> None:
+        super().__init__("itself")
+        self.automatic_optimization = False
+        self.rival = nn.Linear(CLASSES, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        self.toggle_optimizer(first)
+        self.manual_backward(self.rival(self.parts[0](batch[0])).mean())
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(network.parameters(), lr=0.1) for network in (self.parts, self.rival)]
+
+
+def test_a_network_that_is_frozen_for_a_moment_is_trained_as_well() -> None:
+    with pytest.raises(lowtide.LowtideError, match=r"'rival.weight' outside of it is trained as well"):
+        fit("", "1GB", module=Rivals())
+
+
 @pytest.mark.long
 def test_what_cannot_be_planned_is_refused_before_the_first_step() -> None:
     module = Module("two parts")

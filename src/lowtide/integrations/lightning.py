@@ -154,8 +154,10 @@ class Lowtide(Callback):
         """Plan the module that is called first: all that is trained is in there, or no budget can be kept."""
         _release(pl_module)
         own = {id(parameter) for parameter in module.parameters()}
+        # what toggle_optimizer freezes while another network trains, as in a GAN, is trained later
+        toggled = getattr(pl_module, "_param_requires_grad_state", {})
         for name, parameter in pl_module.named_parameters():
-            if parameter.requires_grad and id(parameter) not in own:
+            if (parameter.requires_grad or toggled.get(parameter)) and id(parameter) not in own:
                 raise LowtideError(
                     f"training_step calls a {type(module).__name__}, and '{name}' outside of it is trained "
                     "as well: put all that is trained into one module, and call that in training_step"
