@@ -365,6 +365,28 @@ def test_state_of_parameters_that_other_steps_train_is_counted(
     assert measured_peak(target) <= budget
 
 
+def test_state_of_an_optimizer_that_the_plan_does_not_know_is_told(
+    batch: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = batch["x"]
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+    planned = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = lowtide.profile(model, x, optimizer=planned, loss=mean_square)
+    found.plan(found.floor_bytes).apply(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrapped = torch.optim.AdamW(model.parameters())  # as trainers wrap one in another
+    wrapped.state = optimizer.state
+    caplog.clear()
+    for _ in range(3):
+        mean_square(model(x)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state_bytes = sum(t.nbytes for state in optimizer.state.values() for t in state.values())
+    words = [line for line in told(caplog) if "optimizer's state" in line and "planned again" in line]
+    assert len(words) == 1 and "Plan with optimizer= the one that trains the model" in words[0]
+    assert f"the optimizer's state takes {format_size(state_bytes)}" in words[0]
+
+
 def mean_square(output: torch.Tensor) -> torch.Tensor:
     return output.square().mean()
 

@@ -9,7 +9,7 @@ Shortcoming: an estimate is exact only for bytes that grow with the parameters; 
 
 import copy
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -114,9 +114,10 @@ def num_states(optimizer: Optimizer) -> int:
     return sum(map(len, _states(optimizer)))
 
 
-def state_bytes(optimizer: Optimizer, device: torch.device) -> int:
-    """The bytes that an optimizer's state takes on a step's device; none for state that rests on a store."""
-    states = [value for state in _states(optimizer) for value in state.values()]
+def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
+    """The bytes that optimizers' states take on a step's device; none for state that rests on a store. What
+    several of them share counts once: a trainer may wrap an optimizer in another one."""
+    states = [value for each in optimizers for state in _states(each) for value in state.values()]
     every = (tensor for tensor in map(local, _tensors(states, seen=set())) if resting_of(tensor) is None)
     found = {storage_key(tensor): tensor for tensor in every}
     return sum(block_bytes(device, tensor) for tensor in found.values())

@@ -4,12 +4,14 @@ That is its loss, earlier outputs, the state of its optimizer, buckets of gradie
 """
 
 import logging
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from math import ceil, inf
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowtide.facts import Graph
@@ -23,8 +25,10 @@ from lowtide.runtime.incomplete_steps import StepContext
 from lowtide.runtime.loop_reserve import leaves, peak_beside
 from lowtide.runtime.loop_watch import LiveLoss
 from lowtide.runtime.pending_calls import CallsPlanner
+from lowtide.torch_compat.autograd_engine import version_of
 from lowtide.torch_compat.ddp import Buckets
 from lowtide.torch_compat.fsdp2 import units_of
+from lowtide.torch_compat.python_tensors import python_optimizers
 from lowtide.trace.model_call import Loop
 from lowtide.trace.step_device import device_of
 from lowtide.units import format_size, size_and_bytes
@@ -77,6 +81,8 @@ class CountedLoop(Schedules):
         """of graphs as they are traced, by fingerprint"""
         self._peak_bytes = plan.peak_bytes
         self._num_states = 0
+        self._parameter_version: int | None = None
+        self._other_optimizers: list[weakref.ref[torch.optim.Optimizer]] | None = None
         self._unsaid_advice = ""
         """for the case that no schedule fits any more"""
         self._growth = Fraction(1)
@@ -221,13 +227,14 @@ class CountedLoop(Schedules):
         return True
 
     def count_state(self) -> bool:
-        alive = [each for reference in self._context.loop.references if (each := reference()) is not None]
+        references = (*self._context.loop.references, *self._find_other_optimizers())
+        alive = [each for reference in references if (each := reference()) is not None]
         number = sum(map(num_states, alive))
         if number == self._num_states:
             return False
         self._num_states = number
         device = device_of(self._context.model, ())
-        nbytes = sum(state_bytes(optimizer, device) for optimizer in alive)
+        nbytes = state_bytes(alive, device)
         more_bytes = nbytes - self._context.reserve.optimizer_state_bytes
         if more_bytes <= UNCOUNTED_BYTES:
             return False
@@ -235,9 +242,31 @@ class CountedLoop(Schedules):
         return self._outgrown(
             more_bytes,
             f"the optimizer's state takes {size_and_bytes(more_bytes)} more than the plan counts",
-            "Not every step trains all parameters of the model: plan for a budget that is smaller by "
+            "Plan with optimizer= the one that trains the model, to have its state counted from the start"
+            if self._other_optimizers
+            else "Not every step trains all parameters of the model: plan for a budget that is smaller by "
             f"{more_bytes} bytes to have all of the state counted from the start",
         )
+
+    def _find_other_optimizers(self) -> Sequence[weakref.ref[torch.optim.Optimizer]]:
+        """Those that have parameters of the model and are not the plan's. They are looked for once, at the
+        first call after parameters have changed."""
+        if self._other_optimizers is not None:
+            return self._other_optimizers
+        trained = next((p for p in self._context.model.parameters() if p.requires_grad), None)
+        version = 0 if trained is None else version_of(trained)
+        before, self._parameter_version = self._parameter_version, version
+        if before is None or before == version:
+            return ()
+        own = {id(parameter) for parameter in self._context.model.parameters()}
+        planned = [reference() for reference in self._context.loop.references]
+        self._other_optimizers = [
+            weakref.ref(optimizer)
+            for optimizer in python_optimizers()
+            if all(optimizer is not each for each in planned)
+            and any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        ]
+        return self._other_optimizers
 
     def count_buckets(self, buckets: Buckets) -> bool:
         counted = self._context.reserve
