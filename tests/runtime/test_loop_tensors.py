@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide.runtime.loop_messages import TRAINER, LoopOwner
 from lowtide.runtime.loop_tensors import LoopTensors
 from lowtide.runtime.runner import runner_of
 from lowtide.verification.measure_step import peak_above_start, static_bytes
@@ -121,6 +122,27 @@ def test_bytes_that_cannot_fit_are_told(caplog: pytest.LogCaptureFixture) -> Non
     lowtide.checkpoint(model, torch.randn(ROWS, WIDTH), optimizer=optimizer, budget=_floor())
     micro_batches(model, optimizer)
     assert any("that it stays within the budget of" in line for line in said(caplog))
+
+
+@pytest.mark.parametrize(("owner", "advice"), [(None, "Give `loss=`"), (TRAINER, "give Lowtide a reserve=")])
+def test_tensors_of_the_loop_are_told_with_what_its_owner_can_do(
+    owner: LoopOwner | None, advice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = made()
+
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return F.smooth_l1_loss(output, torch.zeros_like(output))
+
+    found = lowtide.profile(model, torch.randn(ROWS, WIDTH), optimizer=optimizer, loss=loss)
+    found.plan(found.floor_bytes).apply(model)
+    runner = runner_of(model)
+    assert runner is not None
+    runner.schedules.loop_owner = owner
+    last_loss(model, optimizer)
+    (words,) = [
+        line for line in said(caplog) if "of its own tensors live" in line and "planned again" in line
+    ]
+    assert advice in words and ("loss=" in words) == (owner is None)
 
 
 def test_what_stays_is_no_part_of_a_step() -> None:

@@ -171,6 +171,13 @@ class SeenLoop(CountedLoop):
             unfitted.nbytes,
             f"the loop keeps {size_and_bytes(unfitted.nbytes)} of its own tensors live (labels, gradients, "
             "the last loss), which the plan did not count",
-            OWN_TENSORS_ADVICE,
+            self._advice_for_own_tensors(unfitted.nbytes),
             is_over=unfitted.is_over,
         )
+
+    def _advice_for_own_tensors(self, nbytes: int) -> str:
+        owner = self.loop_owner
+        if owner is None:
+            return OWN_TENSORS_ADVICE
+        first = f"{owner.how} {owner.reserve}{nbytes} for the first step, if that matters"
+        return f"The {owner.name}'s tensors are counted from now on: {first}"
