@@ -70,6 +70,7 @@ def test_the_message_is_one_line_and_a_traceback_shows_the_levers(refusal):
     assert all(len(line) <= 80 for line in refusal.__notes__)
 
 
+@pytest.mark.long
 def test_warnings_of_the_capture_are_not_given_again(caplog):
     model, x = nn.Linear(32, 8), torch.randn(64, 32)
     optimizer = torch.optim.LBFGS(model.parameters())

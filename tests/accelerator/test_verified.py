@@ -70,6 +70,7 @@ def test_what_does_not_fit_any_more_stays_on_the_host(device: torch.device, stan
     assert torch.equal(target.model[0].weight.detach().cpu(), value)
 
 
+@pytest.mark.long
 def test_the_device_is_free_while_a_plan_is_verified(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,6 +172,7 @@ def test_sweep_writes_after_every_size(run_lowtide, made_up_rows, monkeypatch, t
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+@pytest.mark.long
 def test_sweep_goes_on_where_it_was_stopped(run_lowtide, made_up_rows, tmp_path):
     arguments = ["sweep", "tiny-bert-base", "-b", "4,16", "--budget", "60%", "-o", str(tmp_path)]
     assert run_lowtide(*arguments)[0] == 0

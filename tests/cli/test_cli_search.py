@@ -44,6 +44,7 @@ def test_a_batch_that_cannot_be_divided_is_refused_with_one_that_can(run_lowtide
     assert code == Exit.ERROR and "such as -b 16" in stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_any_target_is_searched_along_samples_and_parameters(run_lowtide):
     code, stdout, _ = run_lowtide("plan", "tiny-gpt2", "-b", "8", *SEARCH, "--json")

@@ -66,6 +66,7 @@ def test_what_was_found_is_true(found, budget_bytes):
     assert planned.measured_peak_bytes <= budget_bytes
 
 
+@pytest.mark.long
 def test_rows_tell_the_throughput_of_sizes_in_between(found, budget_bytes):
     sizes = [row.size for row in found.rows]
     assert sizes == sorted(set(sizes)) and {37, found.largest} <= set(sizes)
@@ -85,6 +86,7 @@ def test_an_interpolated_size_is_the_captured_one():
     assert step_at(116, {32: steps[32]}, degree=1) is None
 
 
+@pytest.mark.long
 def test_few_sizes_are_captured_and_the_others_interpolated(found, budget_bytes):
     captured = []
 
@@ -98,6 +100,7 @@ def test_few_sizes_are_captured_and_the_others_interpolated(found, budget_bytes)
     assert {row.size: row.profiled for row in again.rows}[37] is (37 in captured)
 
 
+@pytest.mark.long
 def test_several_budgets_share_what_is_captured(found, budget_bytes):
     captured = []
 

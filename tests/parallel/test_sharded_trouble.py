@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ranks import Group, Rank, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TROUBLES = ("", "a bad batch", "another budget", "another model", "another file")
 GOES = ("killed in backward", "raises in forward")

@@ -154,6 +154,7 @@ def test_several_graphs_in_other_shapes_and_situations(reads: str) -> None:
     pair.check()
 
 
+@pytest.mark.long
 def test_layers_that_are_dropped_at_random() -> None:
     pair = Pair(Net(drop=0.4))
     for seed in range(3):

@@ -155,7 +155,7 @@ class Lowtide(Callback):
         _release(pl_module)
         own = {id(parameter) for parameter in module.parameters()}
         # what toggle_optimizer freezes while another network trains, as in a GAN, is trained later
-        toggled = getattr(pl_module, "_param_requires_grad_state", {})
+        toggled = vars(pl_module).get("_param_requires_grad_state", {})  # Lightning's own; 2.6
         for name, parameter in pl_module.named_parameters():
             if (parameter.requires_grad or toggled.get(parameter)) and id(parameter) not in own:
                 raise LowtideError(
