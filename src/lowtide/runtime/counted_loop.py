@@ -35,12 +35,18 @@ from lowtide.units import format_size, size_and_bytes
 
 logger = logging.getLogger("lowtide")
 
+OptimizerRefs = Sequence[weakref.ref[torch.optim.Optimizer]]
+
 SCALAR_BYTES = 8
 UNCOUNTED_BYTES = 4096
 """A few numbers around the loss; no plan counts them."""
 
 PLANNED_GRAPHS = 1024
 """Schedules of later graphs that are kept; an older graph is planned again."""
+
+
+def _alive(references: OptimizerRefs) -> list[torch.optim.Optimizer]:
+    return [each for reference in references if (each := reference()) is not None]
 
 
 class CountedLoop(Schedules):
@@ -82,7 +88,7 @@ class CountedLoop(Schedules):
         self._peak_bytes = plan.peak_bytes
         self._num_states = 0
         self._parameter_version: int | None = None
-        self._other_optimizers: list[weakref.ref[torch.optim.Optimizer]] | None = None
+        self._other_optimizers: OptimizerRefs | None = None
         self._unsaid_advice = ""
         """for the case that no schedule fits any more"""
         self._growth = Fraction(1)
@@ -164,8 +170,8 @@ class CountedLoop(Schedules):
         owner = self.loop_owner
         if owner is None:
             return "Pass `loss=` the function that your loop uses, to have it counted from the start"
-        first = f": {owner.how} {owner.reserve}{more_bytes} for the first step, if that matters"
-        return f"The {owner.name}'s loss is counted from now on{first if more_bytes else ''}"
+        first = f": {owner.first_step(more_bytes)}" if more_bytes else ""
+        return f"The {owner.name}'s loss is counted from now on{first}"
 
     def _not_counted(self, loss: LiveLoss) -> int:
         """The bytes of the loop's loss beyond the reserve of the plan."""
@@ -227,14 +233,14 @@ class CountedLoop(Schedules):
         return True
 
     def count_state(self) -> bool:
-        references = (*self._context.loop.references, *self._find_other_optimizers())
-        alive = [each for reference in references if (each := reference()) is not None]
-        number = sum(map(num_states, alive))
+        planned = _alive(self._context.loop.references)
+        every = [*planned, *_alive(self._find_other_optimizers(planned))]
+        number = sum(map(num_states, every))
         if number == self._num_states:
             return False
         self._num_states = number
         device = device_of(self._context.model, ())
-        nbytes = state_bytes(alive, device)
+        nbytes = state_bytes(every, device)
         more_bytes = nbytes - self._context.reserve.optimizer_state_bytes
         if more_bytes <= UNCOUNTED_BYTES:
             return False
@@ -243,13 +249,13 @@ class CountedLoop(Schedules):
             more_bytes,
             f"the optimizer's state takes {size_and_bytes(more_bytes)} more than the plan counts",
             "Plan with optimizer= the one that trains the model, to have its state counted from the start"
-            if self._other_optimizers
+            if nbytes > state_bytes(planned, device)  # not where a trainer wraps the planned optimizer
             else "Not every step trains all parameters of the model: plan for a budget that is smaller by "
             f"{more_bytes} bytes to have all of the state counted from the start",
         )
 
-    def _find_other_optimizers(self) -> Sequence[weakref.ref[torch.optim.Optimizer]]:
-        """Those that have parameters of the model and are not the plan's. They are looked for once, at the
+    def _find_other_optimizers(self, planned: Sequence[torch.optim.Optimizer]) -> OptimizerRefs:
+        """Those that have parameters of the model and are not `planned`. They are looked for once, at the
         first call after parameters have changed."""
         if self._other_optimizers is not None:
             return self._other_optimizers
@@ -259,7 +265,6 @@ class CountedLoop(Schedules):
         if before is None or before == version:
             return ()
         own = {id(parameter) for parameter in self._context.model.parameters()}
-        planned = [reference() for reference in self._context.loop.references]
         self._other_optimizers = [
             weakref.ref(optimizer)
             for optimizer in python_optimizers()

@@ -96,6 +96,10 @@ class LoopOwner(NamedTuple):
     reserve: str
     how: str
 
+    def first_step(self, nbytes: int) -> str:
+        """What to type, to have `nbytes` free in the first step, too."""
+        return f"{self.how} {self.reserve}{nbytes} for the first step, if that matters"
+
 
 TRAINER = LoopOwner("trainer", "reserve=", "give Lowtide a")
 SCRIPT = LoopOwner("script", "--reserve ", "add")

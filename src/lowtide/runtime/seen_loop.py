@@ -179,5 +179,4 @@ class SeenLoop(CountedLoop):
         owner = self.loop_owner
         if owner is None:
             return OWN_TENSORS_ADVICE
-        first = f"{owner.how} {owner.reserve}{nbytes} for the first step, if that matters"
-        return f"The {owner.name}'s tensors are counted from now on: {first}"
+        return f"The {owner.name}'s tensors are counted from now on: {owner.first_step(nbytes)}"
